@@ -306,6 +306,7 @@ def bench(options: BenchOptions) -> None:
             replica_count=options.replicas,
             server_count=options.servers,
             has_update_log=options.update_log,
+            rate_mbit=options.rate_mbit,
         )
         run_bench(options.name, settings, options.json_path)
         return 0

@@ -31,6 +31,7 @@ class BenchSettings:
     replica_count: int = 1
     server_count: int = 0
     has_update_log: bool = False
+    rate_mbit: int = 1000
     on_progress: Callable[[str], None] = _ignore
 
     def table_bytes(self, default_mb: int, quick_mb: int) -> int:
@@ -54,8 +55,8 @@ class BenchOptions:
     name: Annotated[
         str,
         typer.Argument(
-            help="dense, latency, sparse, train, optimizers, codecs, memory, sessions or "
-            "checkpoint."
+            help="dense, latency, sparse, train, optimizers, codecs, link, memory, sessions "
+            "or checkpoint."
         ),
     ]
     json_path: Annotated[
@@ -65,8 +66,8 @@ class BenchOptions:
         int,
         typer.Option(
             min=0,
-            help="The size of the table in MiB, for dense, optimizers, codecs, memory, sessions "
-            "and checkpoint, and of the model's parameters for train; 0: their own.",
+            help="The size of the table in MiB, for dense, optimizers, codecs, link, memory, "
+            "sessions and checkpoint, and of the model's parameters for train; 0: their own.",
         ),
     ] = 0
     lane: Annotated[
@@ -89,6 +90,9 @@ class BenchOptions:
             "with --size-mb, 0: one for every two cores, eight at most.",
         ),
     ] = 0
+    rate_mbit: Annotated[int, typer.Option(min=1, help="link: Mbit/s of the link, each way.")] = (
+        1000
+    )
     update_log: Annotated[
         bool, typer.Option("--update-log", help="dense: with an update log, compared with none.")
     ] = False

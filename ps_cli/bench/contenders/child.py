@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from ps_cli.bench.instruments.shaped_link import within
 from ps_core.errors import Internal, InvalidConfig, WaitExpired
 from ps_runtime.launch.role_environment import role_environment
 from ps_runtime.system.process_end import die_with_parent_if_asked
@@ -50,8 +51,9 @@ class Done:
 
 
 @contextlib.contextmanager
-def started(*commands: tuple[str, ...]) -> Iterator[list[Child]]:
-    """Children, each from its entry ("module:function" of this room) and its arguments.
+def started(*commands: tuple[str, ...], namespace: str = "") -> Iterator[list[Child]]:
+    """Children, each from its entry ("module:function" of this room) and its arguments, in a
+    network namespace if one is named.
 
     All are started before the first is waited for, since they may need each other.
 
@@ -64,7 +66,7 @@ def started(*commands: tuple[str, ...]) -> Iterator[list[Child]]:
     with contextlib.ExitStack() as stack:
         children = []
         for command in commands:
-            children.append(Child(*command))
+            children.append(Child(*command, namespace=namespace))
             stack.callback(children[-1].stop)
         for child in children:
             child._line()
@@ -74,11 +76,12 @@ def started(*commands: tuple[str, ...]) -> Iterator[list[Child]]:
 class Child:
     """A process that does actions; its methods raise as `started`."""
 
-    def __init__(self, entry: str, *arguments: str) -> None:
+    def __init__(self, entry: str, *arguments: str, namespace: str = "") -> None:
         self.name = entry.replace(":", " ")
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - `stop` closes it
+        before = within(namespace) if namespace else ()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, entry, *arguments],
+            [*before, sys.executable, "-P", "-m", __name__, entry, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,

@@ -1,0 +1,86 @@
+"""A network of two ends on this machine: namespaces, and a link between them of a given rate.
+
+Made with `ip` and `tc` as root; it carries nothing but what its ends send each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ps_core.errors import InvalidConfig
+
+_ADDRESSES = ("198.18.0.1", "198.18.0.2")
+"""Of the range that is set aside for benchmarks (RFC 2544)."""
+
+_BURST_KB = 256
+_QUEUE_MS = 50
+
+
+class End(NamedTuple):
+    """One end of the link: its namespace, its address there, and the name of its device."""
+
+    namespace: str
+    address: str
+    device: str
+
+
+@contextlib.contextmanager
+def shaped_link(rate_mbit: int) -> Iterator[tuple[End, End]]:
+    """A link of so many Mbit/s each way.
+
+    Raises:
+        InvalidConfig: this process may not make one.
+    """
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing or os.geteuid() != 0:
+        reason = f"{' and '.join(missing)} are missing" if missing else "this user is not root"
+        raise InvalidConfig(
+            f"a link between network namespaces cannot be made: {reason}; run the benchmark as "
+            "root where iproute2 is installed, for example in a container with --cap-add NET_ADMIN"
+        )
+    first, second = (
+        End(f"pushpull-{os.getpid()}-{at}", address, f"pp{os.getpid() % 10**6}{at}")
+        for at, address in enumerate(_ADDRESSES)
+    )
+    with contextlib.ExitStack() as stack:
+        for end in (first, second):
+            _run("ip", "netns", "add", end.namespace)
+            stack.callback(_run, "ip", "netns", "del", end.namespace)
+        _run("ip", "link", "add", first.device, "netns", first.namespace, "type", "veth",
+             "peer", "name", second.device, "netns", second.namespace)  # fmt: skip
+        for end in (first, second):
+            inside = ("ip", "-n", end.namespace)
+            _run(*inside, "addr", "add", f"{end.address}/30", "dev", end.device)
+            for device in ("lo", end.device):
+                _run(*inside, "link", "set", device, "up")
+            _run("tc", "-n", end.namespace, "qdisc", "add", "dev", end.device, "root", "tbf",
+                 "rate", f"{rate_mbit}mbit", "burst", f"{_BURST_KB}kb",
+                 "latency", f"{_QUEUE_MS}ms")  # fmt: skip
+        yield first, second
+
+
+def within(namespace: str) -> tuple[str, ...]:
+    """What goes before a command that is to run there; it stays one process."""
+    return "ip", "netns", "exec", namespace
+
+
+def device_bytes(device: str) -> tuple[int, int]:
+    """Bytes that a device of this process's namespace has sent, and received."""
+    for line in Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == device:
+            fields = numbers.split()
+            return int(fields[8]), int(fields[0])
+    raise InvalidConfig(f"there is no network device '{device}' here")
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise InvalidConfig(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")

@@ -1,0 +1,86 @@
+"""Rounds of one table over a link of a given rate, in each codec."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from functools import partial
+from typing import Any
+
+from rich.console import RenderableType
+
+from ps_cli.bench.contenders.child import Child, started
+from ps_cli.bench.instruments.sampling import figures_table, rounded, take_turns
+from ps_cli.bench.instruments.shaped_link import shaped_link
+from ps_cli.bench.settings import BenchSettings
+from ps_runtime.cluster import join_secret
+from ps_worker.compression.table_codecs import NONE
+
+DEFAULT_SIZE_MB = 64
+QUICK_SIZE_MB = 2
+CODECS = (NONE, "bf16", "fp16", "int8")
+
+
+def link(settings: BenchSettings) -> dict[str, Any]:
+    """The document of `--json`; takes half a minute at 1 Gbit/s."""
+    byte_count = settings.table_bytes(DEFAULT_SIZE_MB, QUICK_SIZE_MB)
+    join_secret.ensure(os.environ)  # the same for both ends
+    with (
+        shaped_link(settings.rate_mbit) as (servers, workers),
+        started(("link:cluster", servers.address), namespace=servers.namespace) as (cluster,),
+    ):
+        given = (cluster.do("address").result, workers.device, str(byte_count), *CODECS)
+        with started(("link:worker", *given), namespace=workers.namespace) as (worker,):
+            samples = take_turns(
+                {codec: partial(_moved, worker, codec) for codec in CODECS},
+                settings.round_count,
+                settings.on_progress,
+            )
+    medians = {
+        codec: [statistics.median(column) for column in zip(*found, strict=True)]
+        for codec, found in samples.items()
+    }
+    return {
+        "environment": {
+            "table_bytes": byte_count,
+            "rate_mbit": settings.rate_mbit,
+            "round_count": settings.round_count,
+        },
+        "ceilings": {"link_round_s": rounded(2 * byte_count * 8 / 1e6 / settings.rate_mbit)},
+        "rows": [
+            {
+                "codec": codec,
+                "round_s": rounded(taken_s),
+                "round_over_none": rounded(medians[NONE][0] / taken_s),
+                "pushed_bytes": round(sent),
+                "pulled_bytes": round(received),
+                "bytes_over_none": rounded((sent + received) / sum(medians[NONE][1:])),
+            }
+            for codec, (taken_s, sent, received) in medians.items()
+        ],
+    }
+
+
+def _moved(worker: Child, codec: str) -> tuple[float, int, int]:
+    seconds, sent, received = worker.do(codec).result
+    return seconds, sent, received
+
+
+def link_view(document: dict[str, Any]) -> RenderableType:
+    environment = document["environment"]
+    table = figures_table(
+        f"link: a round over {environment['rate_mbit']} Mbit/s",
+        *("seconds", "over none", "bytes", "bytes over none"),
+        caption=f"the link alone, float32 both ways, one after the other: "
+        f"{document['ceilings']['link_round_s']:.3f} s",
+    )
+    for row in document["rows"]:
+        byte_count = row["pushed_bytes"] + row["pulled_bytes"]
+        table.add_row(
+            row["codec"],
+            f"{row['round_s']:.3f}",
+            f"{row['round_over_none']:.2f}",
+            f"{byte_count / 1e6:.1f} MB",
+            f"{row['bytes_over_none']:.3f}",
+        )
+    return table
