@@ -257,6 +257,18 @@ def test_optimizers_stand_beside_torch_in_a_file(tmp_path: Path) -> None:
     assert all(all_positive(row) for row in document["rows"])
 
 
+def test_codecs_stand_beside_float32(tmp_path: Path) -> None:
+    document = bench("codecs", "--size-mb", "1", "--lane", LANES[1], cwd=tmp_path)
+    assert all_positive(document["ceilings"])
+    rows = {row["codec"]: row for row in document["rows"]}
+    assert list(rows) == ["fp32", "bf16", "fp16", "int8"]
+    assert [row["bytes_over_fp32"] for row in rows.values()] == [1.0, 0.5, 0.5, 0.2539]
+    for row in rows.values():
+        for move in MOVES:
+            over = row[f"{move}_gb_s"] / rows["fp32"][f"{move}_gb_s"]
+            assert row[f"{move}_over_fp32"] == pytest.approx(over, rel=0.01)
+
+
 @pytest.mark.parametrize("lane", LANES)
 def test_memory_stands_beside_its_bounds(lane: str, tmp_path: Path) -> None:
     document = bench("memory", "--lane", lane, cwd=tmp_path)

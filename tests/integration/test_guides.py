@@ -63,6 +63,21 @@ def test_the_script_for_gpus_trains_on_the_cpu(tmp_path: Path) -> None:
     assert float(loss[1]) < 0.5
 
 
+def test_the_script_for_codecs_learns_with_fewer_bytes(tmp_path: Path) -> None:
+    page = PageFolder("guides/COMPRESSION.md", tmp_path)
+    page.save("train.py")
+    (train,) = page.commands()
+    printed = page.type(train)
+    found = re.findall(r"(\w+): loss (\d\.\d+), (\S+) MB pushed, (\S+) MB pulled", printed)
+    assert not differences(page.blocks("text")[0], printed), printed
+    losses, pushed, pulled = ([float(line[at]) for line in found] for at in (1, 2, 3))
+    assert [line[0] for line in found] == ["none", "bf16", "int8"]
+    assert max(losses) < 0.4
+    assert max(losses) - min(losses) < 0.02
+    assert [round(each / pushed[0], 2) for each in pushed] == [1.0, 0.5, 0.25]
+    assert [round(each / pulled[0], 1) for each in pulled] == [1.0, 0.5, 0.5]
+
+
 @pytest.mark.thorough
 def test_the_model_with_rows_on_the_servers_learns(tmp_path: Path) -> None:
     page = PageFolder("guides/EMBEDDINGS.md", tmp_path)

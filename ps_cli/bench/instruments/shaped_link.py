@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ps_core.errors import InvalidConfig
 
 _ADDRESSES = ("198.18.0.1", "198.18.0.2")
-"""Of the range that is set aside for benchmarks (RFC 2544)."""
+"""The range 198.18.0.0/15 is set aside for benchmarks (RFC 2544)."""
 
 _BURST_KB = 256
 _QUEUE_MS = 50
@@ -66,7 +66,7 @@ def shaped_link(rate_mbit: int) -> Iterator[tuple[End, End]]:
 
 
 def within(namespace: str) -> tuple[str, ...]:
-    """What goes before a command that is to run there; it stays one process."""
+    """Put before a command, this runs it in a namespace, as one process."""
     return "ip", "netns", "exec", namespace
 
 
