@@ -166,7 +166,7 @@ class AwaySimulation(FailoverSimulation):
             return True
         view, dead = self.scheduler.view, self.calamities.dead_workers
         is_gone = all(worker.incarnation in self.truth.gone for worker in dead)
-        living = {server.node_id for server in self.living}
+        living = {server.node_id for server in self.living} - self.lost()
         if not is_gone or any(server.asks or server.asked for server in self.living):
             return False
         wanted = min(self.plan.replica_count, len(living))

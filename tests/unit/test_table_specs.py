@@ -581,6 +581,14 @@ def test_the_lowest_bit_is_the_first_segment() -> None:
     assert unpack_presence(b"", 3) == (True, True, True)
 
 
+def test_a_payload_of_int8_has_a_scale_for_each_256_elements_begun() -> None:
+    sizes = {count: Codec.INT8.payload_bytes(count) for count in (1, 255, 256, 257, 512, 513)}
+    assert sizes == {1: 5, 255: 259, 256: 260, 257: 265, 512: 520, 513: 525}
+    assert [codec.payload_bytes(257) for codec in (Codec.FP32, Codec.BF16, Codec.FP64)] == [
+        1028, 514, 2056,
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("codec", "size"), [*zip(Codec, (4, 2, 2, 8, 1), strict=True)])
 def test_elements_have_the_width_of_their_codec(codec: Codec, size: int) -> None:
     assert codec.element_bytes == size
