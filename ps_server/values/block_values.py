@@ -58,22 +58,20 @@ def ready_block(table: Table, block: int, home: Callable[[int], Tensor] | None) 
 
 
 def encoded(values: Tensor, length: int, codec: Codec, pool: BufferPool) -> bytes | memoryview:
-    """The first `length` of `values`, rounded to the nearest: a view in their own dtype, else in
-    memory of the pool, good until the next call.
-    """
+    """The first `length` of `values`, rounded to the nearest; a view in their own dtype."""
     elements = values[:length]
     if codec is Codec.INT8:
-        coded = pool.take(codec.payload_bytes(length), torch.uint8)
-        int8.encode_values(elements.to(torch.float32).numpy(), coded.numpy())
-        pool.give_back(coded)
-        return coded.numpy().data
+        coded = np.empty(codec.payload_bytes(length), np.uint8)
+        int8.encode_values(elements.to(torch.float32).numpy(), coded)
+        return coded.data
     dtype = TORCH_DTYPE[codec]
     if dtype is values.dtype:
         return elements.numpy().data.cast("B")
     buffer = pool.take(values.numel(), dtype)
     narrow = buffer[:length].copy_(elements)
+    rounded = narrow.view(torch.int16 if codec is Codec.BF16 else dtype).numpy().tobytes()
     pool.give_back(buffer)
-    return narrow.view(torch.int16 if codec is Codec.BF16 else dtype).numpy().data.cast("B")
+    return rounded
 
 
 def received(table: Table, state: BlockState, elements: Elements) -> Contribution:

@@ -82,18 +82,26 @@ def view(payload: bytes | memoryview, codec: Codec) -> Tensor:
     return values
 
 
-def decode(payload: bytes | memoryview, codec: Codec, target: Tensor) -> None:
-    """Write a payload's elements to `target`, of as many elements and any dtype."""
+def decode(payload: bytes | memoryview, codec: Codec, target: Tensor) -> bool:
+    """Write a payload's elements to `target`, of as many elements and any dtype. True: all are
+    finite, which scales say without a look at each element. False: that is not known.
+    """
     if codec is not Codec.INT8:
         target.copy_(view(payload, codec))
-        return
-    raw = np.frombuffer(payload, np.uint8)
+        return False
+    raw = _aligned(np.frombuffer(payload, np.uint8))
     if target.dtype is torch.float32:
-        int8.decode(_aligned(raw), target.numpy())
+        int8.decode(raw, target.numpy())
     else:
         elements = np.empty(target.numel(), np.float32)
-        int8.decode(_aligned(raw), elements)
+        int8.decode(raw, elements)
         target.copy_(torch.from_numpy(elements))
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(int8.parts(raw)[0] * _LARGEST_NUMBER).all())
+
+
+_LARGEST_NUMBER = np.float32(128)
+"""A number of INT8 without its sign is no larger."""
 
 
 def _aligned(raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

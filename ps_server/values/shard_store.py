@@ -180,13 +180,15 @@ class ShardStore:
                 f"expected {expected} ({state.length} elements of {codec.value})"
             )
         is_owned = is_shared or codec is not self._codec or not view.readonly
+        is_finite = False  # it is not known
         if is_owned:  # before the check: what is checked must not change any more
             source = contributions.take_padded(self._pool, state.length, self._dtype)
-            contributions.decode(payload, codec, contributions.head(source, state.length))
+            target = contributions.head(source, state.length)
+            is_finite = contributions.decode(payload, codec, target) and not is_shared
         else:
             source = contributions.view(payload, codec)
         part = Contribution(block, state.length, source, present, state.bounds, is_owned)
-        if not self.table.spec.allow_non_finite:
+        if not (is_finite or self.table.spec.allow_non_finite):
             self._check_finite(part)
         return part
 
@@ -570,8 +572,8 @@ class ShardStore:
             clock: AGGREGATE: whose sum; None: the newest, 0: the initial values. Others ignore it.
 
         Shapes:
-            payload: a view that the next update, or the next read, changes: copy it before
-                anything else happens.
+            payload: in the table's own arithmetic a read-only view, which the next update
+                changes: copy it before anything else happens.
             presence: empty if all tensors are present, and for all tables but AGGREGATE.
 
         Raises:

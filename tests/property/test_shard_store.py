@@ -108,6 +108,11 @@ def broken(value: float, at: int = 20) -> bytes:
     return values.tobytes()
 
 
+def int8_of(scale: float, number: int) -> bytes:
+    """64 elements of that number."""
+    return np.array([scale], "<f4").tobytes() + np.full(64, number, np.int8).tobytes()
+
+
 BAD = [
     pytest.param((5, Codec.FP32, ones(64), b""), InvalidKeys, "block 5", id="no-such-block"),
     pytest.param((-1, Codec.FP32, ones(64), b""), InvalidKeys, "block -1", id="negative-block"),
@@ -131,6 +136,9 @@ BAD = [
         (0, Codec.FP16, raw.encode(np.full(64, np.inf), Codec.FP16), b""),
         InvalidTensor, "non-finite", id="fp16-inf",
     ),
+    pytest.param((0, Codec.INT8, int8_of(math.nan, 1), b""), InvalidTensor, "'t0'", id="int8-nan"),
+    pytest.param((0, Codec.INT8, int8_of(3e38, 2), b""), InvalidTensor, "'t0'", id="int8-large"),
+    pytest.param((0, Codec.INT8, int8_of(0.5, 1)[:-1], b""), InvalidTensor, "68", id="int8-short"),
 ]  # fmt: skip
 
 
