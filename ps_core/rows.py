@@ -42,7 +42,7 @@ _HALF = np.uint64(32)
 _LOWER = np.uint64(0xFFFFFFFF)
 _QUARTERS = np.uint64(0x0000FFFF0000FFFF)
 _FEW_COUNT = 8
-"""Most rows of a key that are added for all keys at once: one by one, a key costs microseconds."""
+"""So many rows of a key are added for all keys at once, whatever keys there are."""
 
 
 def splitmix64(values: Ids) -> Ids:
@@ -113,8 +113,9 @@ class Groups(NamedTuple):
             out = np.empty((len(firsts), rows.shape[1]), rows.dtype)
         rows.take(firsts, axis=0, out=out, mode="clip")  # else `out` is buffered
         most = int(self.counts.max(initial=1))
-        is_large = self.counts > _FEW_COUNT
-        for number in range(1, min(most, _FEW_COUNT)):  # the second row of each, the third, ...
+        few = self._few_count if most > _FEW_COUNT else most
+        is_large = self.counts > few
+        for number in range(1, few):  # the second row of each, the third, ...
             has_more = np.flatnonzero((self.counts > number) & ~is_large)
             out[has_more] += rows.take(self.order[self.begins[has_more] + number], axis=0)
         for group in np.flatnonzero(is_large).tolist():
@@ -122,6 +123,15 @@ class Groups(NamedTuple):
             positions = self.order[begin : begin + int(self.counts[group])]
             out[group] = _sum(rows.take(positions, axis=0))
         return out
+
+    @property
+    def _few_count(self) -> int:
+        """The most rows of a key that are added for all keys at once; keys with more are added one
+        by one. Either way costs microseconds a turn, so there are at most as many such keys.
+        """
+        large = np.sort(self.counts[self.counts > _FEW_COUNT])[::-1]
+        turns = int(np.count_nonzero(large >= np.arange(1, len(large) + 1)))
+        return max(_FEW_COUNT, turns)
 
 
 def _sum(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
