@@ -113,7 +113,7 @@ class Groups(NamedTuple):
             out = np.empty((len(firsts), rows.shape[1]), rows.dtype)
         rows.take(firsts, axis=0, out=out, mode="clip")  # else `out` is buffered
         most = int(self.counts.max(initial=1))
-        few = self._few_count if most > _FEW_COUNT else most
+        few = self.few_count if most > _FEW_COUNT else most
         is_large = self.counts > few
         for number in range(1, few):  # the second row of each, the third, ...
             has_more = np.flatnonzero((self.counts > number) & ~is_large)
@@ -125,7 +125,7 @@ class Groups(NamedTuple):
         return out
 
     @property
-    def _few_count(self) -> int:
+    def few_count(self) -> int:
         """The most rows of a key that are added for all keys at once; keys with more are added one
         by one. Either way costs microseconds a turn, so there are at most as many such keys.
         """

@@ -425,3 +425,18 @@ def test_the_layout_is_that_of_a_row_and_the_partitions_are_blocks() -> None:
     assert [segment.end for segment in table.segments(3)] == [2]
     assert sum(map(len, table.blocks_by_range(4).values())) == 8
     assert table.spec.size_words == "rows of 2 elements of float32"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_more_keys_are_added_one_by_one_than_rows_of_the_others(seed: int) -> None:
+    """The fewest turns: with a row less of the others there were more such keys than that."""
+    draw = np.random.default_rng(seed)
+    counts = draw.integers(1, draw.choice((9, 12, 60)), draw.integers(1, 80))
+    few = Groups.of(np.repeat(np.arange(len(counts)), counts)).few_count
+    assert (counts > few).sum() <= few
+    assert few == 8 or (counts > few - 1).sum() > few - 1
+
+
+@pytest.mark.parametrize("count", [7, 8, 9, 30])
+def test_rows_of_many_keys_are_added_in_as_many_turns_as_a_key_has(count: int) -> None:
+    assert Groups.of(np.tile(np.arange(50), count)).few_count == max(count, 8)
