@@ -32,6 +32,7 @@ from ps_core.consistency import Consistency
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import Imported
 from ps_core.tables.table_spec import TableSpec
+from ps_runtime.observe import logs
 from ps_worker.client.client import Client
 from ps_worker.client.shown_options import OF_THE_CLIENT, THE_CLIENTS, defaults_of, shows
 from ps_worker.spec.flat_layout import (
@@ -539,16 +540,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for layout in table_layouts(prefix, group)
         ]
         for table in tables:
-            residuals = table.handle.steps.residuals
-            if residuals is not None:
-                name = f"residuals/{table.name}"
-                self._client.checkpoints.attach(name, residuals, per_rank=True)
+            self._keep_residuals(table)
         if isinstance(optimizer, Custom) and tables:
             # Fill in the servers' defaults, so that schedulers find and change them.
             for name, value in tables[0].handle.spec.optimizer.hyperparameters:
                 group.setdefault(name, value)
                 self.defaults.setdefault(name, value)
         return tables
+
+    def _keep_residuals(self, table: TrainedTable) -> None:
+        """Have checkpoints keep what the table's codec leaves for later steps."""
+        checkpoints, residuals = self._client.checkpoints, table.handle.steps.residuals
+        name = f"residuals/{table.name}"
+        if residuals is not None:
+            checkpoints.attach(name, residuals, per_rank=True)
+        elif checkpoints.restored_state(name, per_rank=True):
+            logs.warning("residuals_dropped", table=table.name, remedy='push_codec="int8"')
 
     def _start_from_rank_zero(
         self, tables: Sequence[TrainedTable | BufferTable], rows: Sequence[TrainedRows] = ()

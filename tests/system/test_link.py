@@ -1,0 +1,35 @@
+"""`pushpull bench link`, between network namespaces that it makes as root."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from tests.bench.cli import run_cli
+
+
+def namespaces() -> str:
+    command = ["ip", "netns", "list"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_fewer_bytes_take_less_time_over_a_link(tmp_path: Path) -> None:
+    """Whoever is not root is told so."""
+    run = run_cli(
+        "link", "--quick", "--size-mb=1", "--rate-mbit=100", "--json=link.json", cwd=tmp_path
+    )
+    if os.geteuid() != 0:
+        assert run.returncode == 2
+        assert "this user is not root; run the benchmark as root" in " ".join(run.stderr.split())
+        return
+    assert run.returncode == 0, run.stderr
+    rows = json.loads((tmp_path / "link.json").read_text())["rows"]
+    assert [row["codec"] for row in rows] == ["none", "bf16", "fp16", "int8"]
+    whole, half, _, quarter = rows
+    for row, bytes_over, at_least in ((half, 0.5, 1.5), (quarter, 0.254, 2.5)):
+        assert abs(row["bytes_over_none"] - bytes_over) < 0.03
+        assert row["round_over_none"] > at_least
+    assert whole["pushed_bytes"] > 2**20
+    assert "pushpull-" not in namespaces(), "they are removed"
