@@ -188,7 +188,7 @@ BAD_READS: dict[str, tuple[Ask, str, tuple[str, ...]]] = {
     "codec of a wider dtype": (
         lambda read, _: setattr(read, "codec", types.CODEC_FP64),
         "INVALID_TENSOR",
-        ("codec fp64", "expected fp32, fp16 or bf16"),
+        ("codec fp64", "expected fp32, fp16, bf16 or int8"),
     ),
     "consistent at a clock that has passed": (
         lambda read, _: setattr(read, "consistent", True),
