@@ -18,7 +18,7 @@ def namespaces() -> str:
 def test_fewer_bytes_take_less_time_over_a_link(tmp_path: Path) -> None:
     """Whoever is not root is told so."""
     run = run_cli(
-        "link", "--quick", "--size-mb=1", "--rate-mbit=100", "--json=link.json", cwd=tmp_path
+        "link", "--quick", "--size-mb=1", "--rate-mbit=40", "--json=link.json", cwd=tmp_path
     )
     if os.geteuid() != 0:
         assert run.returncode == 2
@@ -28,7 +28,7 @@ def test_fewer_bytes_take_less_time_over_a_link(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "link.json").read_text())["rows"]
     assert [row["codec"] for row in rows] == ["none", "bf16", "fp16", "int8"]
     whole, half, _, quarter = rows
-    for row, bytes_over, at_least in ((half, 0.5, 1.5), (quarter, 0.254, 2.5)):
+    for row, bytes_over, at_least in ((half, 0.5, 1.4), (quarter, 0.254, 1.9)):
         assert abs(row["bytes_over_none"] - bytes_over) < 0.03
         assert row["round_over_none"] > at_least
     assert whole["pushed_bytes"] > 2**20
