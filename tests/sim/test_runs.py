@@ -172,6 +172,15 @@ class RunSimulation(ReplacementSimulation):
         plan = super().plan
         return replace(plan, calm_s=plan.calm_s - SOONER_S)
 
+    def may_lose(self, server: SimServer, *, for_good: bool) -> bool:
+        """Not as many as hold a range, before the scheduler has missed one of them: what a run that
+        begins is placed on would have no other holder.
+        """
+        unnoticed = (self.lost() | {server.node_id}) & self.scheduler.view.living_servers
+        if for_good and len(unnoticed) >= self.plan.replica_count:
+            return False
+        return super().may_lose(server, for_good=for_good)  # type: ignore[arg-type]
+
     def step_count(self) -> int:
         """Of a worker of the run without a name."""
         return min(super().step_count(), self._draw.choice(_STEPS_BESIDE))
