@@ -354,7 +354,7 @@ class TableStep:
     def _end(self, terms: StepTerms) -> PushTicket:
         self.is_sealed = True
         if self._encoder is not None:
-            takes_part = not (terms.skip or terms.edit)
+            takes_part = not terms.skip  # an edit has withdrawn what was pushed
             self._encoder.sealed(self.clock, terms.contribution_scale, takes_part=takes_part)
         self._rows = None
         self._tensors = {}  # the ticket and this step hold each other: free the values now

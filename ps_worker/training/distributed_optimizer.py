@@ -582,8 +582,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     table.begin_pull()
             for table in tables:
                 table.finish()
+            for table in given:
+                if table.handle.codecs.pull is not None:  # the others have rounded values
+                    table.begin_pull()
+                    table.finish()
         for table in tables:
-            if table not in given and table not in own and isinstance(table, TrainedTable):
+            is_as_given = table in given and table.handle.codecs.pull is None
+            if not is_as_given and table not in own and isinstance(table, TrainedTable):
                 table.write_parameters()
         if joins:
             self._model.joined()

@@ -161,6 +161,29 @@ def test_tensors_that_are_left_out_are_as_without_a_codec(
     assert not values[100:].any()
 
 
+def test_initial_values_and_optimizer_state_travel_whole() -> None:
+    """A cluster of its own: rank 0 gives the values."""
+    with (
+        ps.local_cluster(servers=1, workers=1) as cluster,
+        ps.connect(cluster.address, push_codec="int8", pull_codec="bf16") as client,
+    ):
+        torch.manual_seed(3)
+        model = torch.nn.Linear(16, 16)
+        before = model.weight.detach().clone()
+        optimizer = ps.DistributedOptimizer(client, model, ps.Adam(lr=0.1))
+        assert torch.equal(model.weight, before.to(torch.bfloat16).to(torch.float32)), "as others"
+        (table, *_) = client.tables.handles
+        with ps.connect(cluster.address, role="reader") as reader:
+            values = np.asarray(reader.pull(reader.table(table.name)))
+        assert before.flatten().numpy().tobytes() in values.tobytes()
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+        moments = optimizer.state_dict()["state"][0]["exp_avg"]
+        assert moments.dtype is torch.float32
+        assert torch.isfinite(moments).all()
+        assert moments.abs().sum() > 0
+
+
 def test_choices_that_cannot_be_are_refused_with_the_remedy(
     pairs: dict[str, list[ps.Client]],
 ) -> None:

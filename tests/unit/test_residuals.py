@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,14 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_core.codecs import int8
-from ps_core.errors import InvalidCheckpoint, InvalidTensor
+from ps_core.errors import InvalidCheckpoint, InvalidConfig, InvalidTensor
 from ps_core.keys import TableId
 from ps_core.tables.elements import Codec, DType, pack_presence
 from ps_core.tables.table import Table
 from ps_worker.compression.push_encoder import PushEncoder, decode_into
-from ps_worker.spec.optimizers import SGD
+from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs, codecs_of
+from ps_worker.spec.optimizers import SGD, Assign
 from ps_worker.spec.settings import TableOptions, table_spec
 from ps_worker.spec.values import BlockValues
+from ps_worker.steps.steps import PushBody, StepResult, TableSteps
+from ps_worker.window.push_window import StepTerms
 
 Doubles = npt.NDArray[np.float64]
 
@@ -215,3 +220,50 @@ def test_what_fp16_cannot_hold_is_refused_with_the_remedy() -> None:
         encoder.encode(1, BlockValues(0, gradient.data.cast("B")))
     gradient[7] = np.inf
     encoder.encode(1, BlockValues(0, gradient.data.cast("B")))  # the servers refuse it
+
+
+class _Sink:
+    """Takes steps, and sends nothing."""
+
+    def open_step(self, table: Table, clock: int, future: Future[StepResult]) -> None: ...
+    def submit(
+        self, table: Table, clock: int, bodies: Sequence[PushBody], priority: int
+    ) -> None: ...
+    def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None: ...
+    def seal(self, table: Table, clock: int, terms: StepTerms) -> None: ...
+
+
+@pytest.mark.parametrize("how", ["withdrawn", "edited", "skipped"])
+def test_a_step_that_takes_nothing_in_leaves_residuals_as_they_were(how: str) -> None:
+    encoder = PushEncoder(table(), Codec.INT8, 0)
+    steps = TableSteps(table(), _Sink(), encoder=encoder)
+    gradient = np.linspace(-1, 1, BLOCK, dtype=np.float32)
+    block = BlockValues(0, gradient.data.cast("B"))
+    first = steps.open_step()
+    first.push_blocks([block])
+    first.seal()
+    before = encoder.state_dict()["residuals"].numpy().copy()
+    assert before.any()
+    second = steps.open_step()
+    second.push_blocks([block])
+    if how == "edited":
+        second.edit([block], b"name")
+    else:
+        if how == "withdrawn":
+            second.withdraw()
+        second.seal(skip=how == "skipped")
+    assert np.array_equal(encoder.state_dict()["residuals"].numpy(), before)
+
+
+def test_a_clients_codec_is_for_tables_that_can_have_it() -> None:
+    """A choice of the table's own is refused instead."""
+    rows = table_spec("t", 8, SGD(lr=1.0), {}, has_rows=True)
+    half = table_spec("t", 8, SGD(lr=1.0), {"dtype": "bfloat16"})
+    given = table_spec("t", 8, Assign(), {})
+    for spec in (rows, half, given):
+        assert codecs_of(spec, {}, ("bf16", "fp16")) == OWN_CODECS
+        with pytest.raises(InvalidConfig, match="push_codec of table 't' is bf16, but"):
+            codecs_of(spec, {"push_codec": "bf16"}, ("none", "none"))
+    plain = table_spec("t", 8, SGD(lr=1.0), {})
+    assert codecs_of(plain, {}, ("int8", "bf16")) == TableCodecs(Codec.INT8, Codec.BF16)
+    assert codecs_of(plain, {"pull_codec": "none"}, ("int8", "bf16")).pull is None
