@@ -177,7 +177,7 @@ class RunSimulation(ReplacementSimulation):
         begins is placed on would have no other holder.
         """
         unnoticed = (self.lost() | {server.node_id}) & self.scheduler.view.living_servers
-        if for_good and len(unnoticed) >= self.plan.replica_count:
+        if for_good and self._to_come and len(unnoticed) >= self.plan.replica_count:
             return False
         return super().may_lose(server, for_good=for_good)  # type: ignore[arg-type]
 
@@ -405,7 +405,7 @@ class RunSimulation(ReplacementSimulation):
         """A change, or a cut; these are of all tables, and wait for all."""
         table, is_change = transition.table, transition.table.table_id in self._open_changes
         self._open_changes.pop(table.table_id, None)
-        if is_change and "to promise it was lost" in transition.reason:
+        if is_change and "to prepare it was lost" in transition.reason:
             assert self._has_moved(table), (
                 f"S19: a change of table '{table.title}' is withdrawn, which had nothing on who is "
                 "lost"
