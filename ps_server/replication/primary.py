@@ -191,13 +191,15 @@ class Primary:
         return tuple(n for n in backups if n not in candidates) if candidates else backups
 
     def resends(self, peers: Container[NodeId]) -> Iterator[tuple[NodeId, LogRecord]]:
-        """Records that these servers have not acknowledged."""
+        """Records that these servers have not acknowledged. None to a server whose copy is still on
+        its way: it could take them for the next of an older copy, and lack what came without one.
+        """
         if self.log.is_drained:
             return
         for node_id in [holder for holder in self.holders if holder in peers]:
             is_backup = node_id in self.log.backups
             number = self.log.acked_by(node_id) if is_backup else self._catching_up[node_id].number
-            for record in self.log.after(number):
+            for record in self.log.after(number) if number >= 0 else ():
                 yield node_id, record._replace(assignment_epoch=self.log.assignment_epoch)
 
     def begins_copy(

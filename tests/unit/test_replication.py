@@ -390,6 +390,20 @@ def test_one_that_joins_does_not_count_before_its_copy_is_there() -> None:
     assert one.primaries[RANGE].log.backups == ()
 
 
+def test_no_record_is_sent_again_to_one_whose_copy_is_on_its_way() -> None:
+    """It may have kept an older copy, and what was decided alone since then is in no record."""
+    one = _primary(ONE, TWO)
+    log = one.primaries[RANGE].log
+    log.decide(TABLE, delta(), (), ["held"])
+    one.observe(view(2, (PLACED_EPOCH, ONE, (TWO,), (THREE,))), 0.0)
+    ((_, snapshot),) = snapshots_of(one, 0.0)
+    log.decide(TABLE, delta(), (), [])
+    assert [record.number for _, record in one.resends({TWO})] == [1, 2]
+    assert list(one.resends({THREE})) == []
+    one.acked(THREE, Ack(RANGE, snapshot.number, EPOCH), 0.1)
+    assert [record.number for _, record in one.resends({THREE})] == [2]
+
+
 def test_a_server_without_room_is_given_nothing() -> None:
     one = _primary(ONE)
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
