@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ps_core.tables.elements import INT8_GROUP_COUNT, Codec
+from ps_core.tables.elements import SCALED_GROUP_COUNT, Codec
 
 _NUMPY_DTYPE: dict[Codec, np.dtype[Any]] = {
     Codec.FP32: np.dtype("<f4"),
@@ -48,9 +48,19 @@ def encode(values: npt.NDArray[Any], codec: Codec) -> bytes:
 
 def decode_int8(payload: bytes, element_count: int) -> npt.NDArray[np.float32]:
     """Values of an INT8 payload: numbers times the scale of their group."""
-    scale_count = -(-element_count // INT8_GROUP_COUNT)
+    scale_count = -(-element_count // SCALED_GROUP_COUNT)
     scales = np.frombuffer(payload, "<f4", scale_count)
     numbers = np.frombuffer(payload, np.int8, element_count, 4 * scale_count)
-    groups = np.arange(element_count) // INT8_GROUP_COUNT
+    groups = np.arange(element_count) // SCALED_GROUP_COUNT
     found: npt.NDArray[np.float32] = np.multiply(numbers, scales[groups], dtype=np.float32)
     return found
+
+
+def decode_sign(payload: bytes, element_count: int) -> npt.NDArray[np.float32]:
+    """Values of a SIGN payload: the scale of their group, with a minus where their bit is 0."""
+    scale_count = -(-element_count // SCALED_GROUP_COUNT)
+    scales = np.frombuffer(payload, "<f4", scale_count)
+    packed = np.frombuffer(payload, np.uint8, offset=4 * scale_count)
+    bits = np.unpackbits(packed, count=element_count, bitorder="little")
+    own = scales[np.arange(element_count) // SCALED_GROUP_COUNT]
+    return np.where(bits == 1, own, -own)

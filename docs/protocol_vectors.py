@@ -48,6 +48,10 @@ INT8_PAYLOADS = (
     ((0.5,), (0, 1, -1, 127, -127, -128)),
     ((0.1, 2.0**-20), (*range(-128, 128), 3, -5)),
 )
+SIGN_PAYLOADS = (
+    ((0.5,), 3, "05"),
+    ((0.1, 2.0**-20), 258, "00ff0f" * 10 + "a50a" + "fd"),
+)
 CONTRIBUTIONS = (
     ((1.0, -2.0, 0.5), (0.1, 0.2, 0.3)),
     ((1.0, 0.1, -7.7, 2.5), (0.3, 0.1, 1e-3, 2.5), (3.3, 0.1, 5.9, 2.7)),
@@ -185,6 +189,16 @@ def int8_vectors() -> list[dict[str, Any]]:
         payload = np.array(scales, "<f4").tobytes() + np.array(numbers, np.int8).tobytes()
         decoded = codecs.decode_int8(payload, len(numbers)).tolist()
         found.append({"elements": len(numbers), "hex": payload.hex(), "decoded": decoded})
+    return found
+
+
+def sign_vectors() -> list[dict[str, Any]]:
+    """SIGN payloads, and what they decode to."""
+    found = []
+    for scales, count, bits in SIGN_PAYLOADS:
+        payload = np.array(scales, "<f4").tobytes() + bytes.fromhex(bits)
+        decoded = codecs.decode_sign(payload, count).tolist()
+        found.append({"elements": count, "hex": payload.hex(), "decoded": decoded})
     return found
 
 
@@ -334,6 +348,7 @@ def vectors() -> dict[str, Any]:
         "presence": presence_vectors(),
         "codecs": codec_vectors(),
         "int8": int8_vectors(),
+        "sign": sign_vectors(),
         "reduction": reduction_vectors(),
         "sgd": sgd_vectors(),
         "rows": row_vectors(),

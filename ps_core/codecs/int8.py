@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from ps_core.codecs import int8_passes
 from ps_core.codecs.int8_passes import Floats
-from ps_core.tables.elements import INT8_GROUP_COUNT
+from ps_core.tables.elements import SCALED_GROUP_COUNT
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -72,9 +72,9 @@ def parts(payload: Bytes) -> tuple[Floats, npt.NDArray[np.int8]]:
 
 def element_count(payload_bytes: int) -> int:
     """The elements of a payload of so many bytes."""
-    group_bytes = INT8_GROUP_COUNT + 4
+    group_bytes = SCALED_GROUP_COUNT + 4
     whole_count, rest = divmod(payload_bytes, group_bytes)
-    return whole_count * INT8_GROUP_COUNT + max(0, rest - 4)
+    return whole_count * SCALED_GROUP_COUNT + max(0, rest - 4)
 
 
 def encode_gradient(

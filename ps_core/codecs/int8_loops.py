@@ -14,7 +14,7 @@ from numba import float32, int8, int32, uint32
 
 from ps_core.codecs.int8_passes import FACTOR_1, FACTOR_2, GOLDEN, LEAST, MOST, PART
 from ps_core.compiled_loops import compiled
-from ps_core.tables.elements import INT8_GROUP_COUNT
+from ps_core.tables.elements import SCALED_GROUP_COUNT
 
 _LEAST, _PART, _MOST_FLOAT = float32(LEAST), float32(PART), float32(MOST)
 _MOST, _LOWEST, _OFFSET = int32(MOST), int32(-MOST), int32(MOST + 1)
@@ -55,8 +55,8 @@ def _scale_of(bits: Any) -> Any:
 def encode(gradient: Any, before: Any, left: Any, scales: Any, numbers: Any, key: Any) -> None:
     bits = left.view(np.int32)
     for group in range(len(scales)):
-        begin = group * INT8_GROUP_COUNT
-        end = begin + INT8_GROUP_COUNT
+        begin = group * SCALED_GROUP_COUNT
+        end = begin + SCALED_GROUP_COUNT
         own, old, new = gradient[begin:end], before[begin:end], left[begin:end]
         out = numbers[begin:end]
         for at in range(len(out)):
@@ -85,8 +85,8 @@ def encode(gradient: Any, before: Any, left: Any, scales: Any, numbers: Any, key
 def round_to_nearest(values: Any, scales: Any, numbers: Any) -> None:
     bits = values.view(np.int32)
     for group in range(len(scales)):
-        begin = group * INT8_GROUP_COUNT
-        end = begin + INT8_GROUP_COUNT
+        begin = group * SCALED_GROUP_COUNT
+        end = begin + SCALED_GROUP_COUNT
         scale, factor = _scale_of(bits[begin:end])
         scales[group] = scale
         own, out = values[begin:end], numbers[begin:end]
@@ -100,8 +100,8 @@ def round_to_nearest(values: Any, scales: Any, numbers: Any) -> None:
 @compiled(f"void({_READ}, {_NUMBERS}, float32[::1])")
 def decode(scales: Any, numbers: Any, out: Any) -> None:
     for group in range(len(scales)):
-        begin = group * INT8_GROUP_COUNT
-        end = begin + INT8_GROUP_COUNT
+        begin = group * SCALED_GROUP_COUNT
+        end = begin + SCALED_GROUP_COUNT
         scale, own, new = scales[group], numbers[begin:end], out[begin:end]
         for at in range(len(new)):
             new[at] = float32(own[at]) * scale

@@ -7,7 +7,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ps_core.tables.elements import INT8_GROUP_COUNT
+from ps_core.tables.elements import SCALED_GROUP_COUNT
 
 Floats = npt.NDArray[np.float32]
 _Item = TypeVar("_Item", bound=np.generic)
@@ -60,7 +60,7 @@ def decode(scales: Floats, numbers: npt.NDArray[np.int8], out: Floats) -> None:
 
 def _scaled(values: Floats, scales: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
     """Write the scales; returns of each group the factor of its numbers, and if it is finite."""
-    begins = np.arange(0, len(values), INT8_GROUP_COUNT)
+    begins = np.arange(0, len(values), SCALED_GROUP_COUNT)
     largest = np.maximum.reduceat(np.abs(values), begins) if len(values) else scales
     is_finite = np.isfinite(largest)
     is_used = is_finite & (largest > LEAST)
@@ -86,4 +86,4 @@ def _draws(count: int, key: np.uint32) -> npt.NDArray[np.float32]:
 
 
 def _spread(of_groups: npt.NDArray[_Item], count: int) -> npt.NDArray[_Item]:
-    return np.repeat(of_groups, INT8_GROUP_COUNT)[:count]
+    return np.repeat(of_groups, SCALED_GROUP_COUNT)[:count]

@@ -27,24 +27,38 @@ class Codec(Enum):
     BF16 = "bf16"
     FP64 = "fp64"
     INT8 = "int8"
+    SIGN = "sign"
 
     __hash__ = object.__hash__
 
     @property
+    def is_scaled(self) -> bool:
+        """True if elements are numbers of few bits, and several share a scale."""
+        return self in _SCALED_BITS
+
+    @property
+    def element_bits(self) -> int:
+        """Bits of one element; a scale that several share does not count."""
+        return _SCALED_BITS.get(self) or 8 * _RAW_BYTES[self]
+
+    @property
     def element_bytes(self) -> int:
-        """Bytes of one element; a scale that several share does not count."""
-        return _CODEC_BYTES[self]
+        """Bytes of one element of a raw array."""
+        return _RAW_BYTES[self]
 
     def payload_bytes(self, element_count: int) -> int:
         """Bytes of a payload of so many elements."""
-        size = element_count * self.element_bytes
-        return size + 4 * -(-element_count // INT8_GROUP_COUNT) if self is Codec.INT8 else size
+        bits = _SCALED_BITS.get(self)
+        if bits is None:
+            return element_count * _RAW_BYTES[self]
+        return 4 * -(-element_count // SCALED_GROUP_COUNT) + -(-element_count * bits // 8)
 
 
-INT8_GROUP_COUNT = 256
-"""Elements of an INT8 payload that share a scale; the last group may be shorter."""
+SCALED_GROUP_COUNT = 256
+"""Elements of an INT8 or SIGN payload that share a scale; the last group may be shorter."""
 
-_CODEC_BYTES = {Codec.FP32: 4, Codec.FP16: 2, Codec.BF16: 2, Codec.FP64: 8, Codec.INT8: 1}
+_RAW_BYTES = {Codec.FP32: 4, Codec.FP16: 2, Codec.BF16: 2, Codec.FP64: 8}
+_SCALED_BITS = {Codec.INT8: 8, Codec.SIGN: 1}
 
 
 NATIVE_CODEC = {

@@ -378,10 +378,10 @@ class RangeRead:
         elif terms.shared and not terms.array and not self._skips:
             self._shared = shards.segments.shared_with(terms.session, key, self._codec)
         self._blocks = self._blocks or state.blocks
-        self._block_bytes = spec.block_elements * self._codec.element_bytes
+        self._block_bytes = self._codec.payload_bytes(spec.block_elements)
         if self._ids:
             count = max(map(len, self._ids.values())) // limits.ROW_ID_BYTES
-            self._block_bytes = count * spec.element_count * self._codec.element_bytes
+            self._block_bytes = self._codec.payload_bytes(count * spec.element_count)
         elif self._skips:
             row_bytes = spec.element_count * spec.accumulator_element_bytes
             most = limits.most_pulled_rows(row_bytes)

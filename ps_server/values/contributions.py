@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ps_core.codecs import int8
+from ps_core.codecs import scaled as scaled_codecs
 from ps_core.errors import InvalidKeys, InvariantViolation
 from ps_core.tables.elements import Codec, presence_bytes
 from ps_server.values.buffer_pool import BufferPool
@@ -86,22 +86,17 @@ def decode(payload: bytes | memoryview, codec: Codec, target: Tensor) -> bool:
     """Write a payload's elements to `target`, of as many elements and any dtype. True: all are
     finite, which scales say without a look at each element. False: that is not known.
     """
-    if codec is not Codec.INT8:
+    if not codec.is_scaled:
         target.copy_(view(payload, codec))
         return False
     raw = _aligned(np.frombuffer(payload, np.uint8))
     if target.dtype is torch.float32:
-        int8.decode(raw, target.numpy())
+        scaled_codecs.decode(codec, raw, target.numpy())
     else:
         elements = np.empty(target.numel(), np.float32)
-        int8.decode(raw, elements)
+        scaled_codecs.decode(codec, raw, elements)
         target.copy_(torch.from_numpy(elements))
-    with np.errstate(over="ignore"):
-        return bool(np.isfinite(int8.parts(raw)[0] * _LARGEST_NUMBER).all())
-
-
-_LARGEST_NUMBER = np.float32(128)
-"""A number of INT8 without its sign is no larger."""
+    return scaled_codecs.is_finite(codec, raw, target.numel())
 
 
 def _aligned(raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

@@ -578,12 +578,14 @@ class ShardStore:
 
         Raises:
             InvalidKeys: the block is not here.
-            InvalidTensor: the codec is wider than the table.
+            InvalidTensor: the codec is wider than the table, or is for pushes alone.
             InvalidConfig: the sum of `clock` is not kept.
         """
         state = self._state(block)
         codec = NATIVE_CODEC[self.table.spec.dtype] if codec is None else codec
         self._check_codec(codec)
+        if codec is Codec.SIGN:
+            raise InvalidTensor("a pull cannot have codec sign; expected fp32, fp16, bf16 or int8")
         if not self._arithmetic.is_aggregate:
             if codec is self._codec:
                 return self._payloads[block], b""
@@ -612,7 +614,7 @@ class ShardStore:
         if codec is Codec.FP64 and self._dtype is not torch.float64:
             raise InvalidTensor(
                 f"codec fp64 with table '{self._name}' of {self.table.spec.dtype.value}; "
-                "expected fp32, fp16, bf16 or int8"
+                "expected fp32, or a codec of fewer bits"
             )
 
     def _check_finite(self, part: Contribution) -> None:

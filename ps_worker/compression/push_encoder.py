@@ -8,7 +8,7 @@ Rules:
       serves the next.
     - Elements of absent tensors count as zero, and leave their residuals alone.
     - INT8 rounds at random, with draws that are a function of (rank, clock, block, element): a run
-      can be repeated. It feeds back what it rounds off.
+      can be repeated. It feeds back what it rounds off, and SIGN all but a sign.
     - 16 bits keep eight or eleven bits of each element, small or large, and feed nothing back.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ps_core.codecs import int8
+from ps_core.codecs import scaled
 from ps_core.codecs.int8 import Bytes
 from ps_core.codecs.int8_passes import Floats
 from ps_core.errors import InvalidTensor
@@ -58,7 +58,7 @@ class PushEncoder:
         self._table = table
         self._rank = rank
         self._native = NATIVE_CODEC[table.spec.dtype]
-        self._residuals = Residuals(table) if codec is Codec.INT8 else None
+        self._residuals = Residuals(table) if codec.is_scaled else None
         self._steps: dict[int, _Step] = {}
         self._free: dict[int, list[Bytes]] = {}
 
@@ -91,10 +91,10 @@ class PushEncoder:
             gradient = self._elements(payload, length)
             mask = self._absent(block, presence)
             if mask is None:
-                int8.encode_gradient(gradient, before, left, out, key)
+                scaled.encode_gradient(self.codec, gradient, before, left, out, key)
             else:
-                there = np.where(mask, np.float32(0), before)
-                int8.encode_gradient(np.where(mask, np.float32(0), gradient), there, left, out, key)
+                own, there = (np.where(mask, np.float32(0), each) for each in (gradient, before))
+                scaled.encode_gradient(self.codec, own, there, left, out, key)
                 left[mask] = before[mask]
         return out.data
 
@@ -124,7 +124,7 @@ class PushEncoder:
             payload = step.newest.get(block)
             if payload is not None and self._residuals is not None:
                 elements = np.empty(self._table.block_length(block), np.float32)
-                int8.decode(payload, elements)
+                scaled.decode(self.codec, payload, elements)
                 self._residuals.give_back(block, elements, step.scale)
         for payload in (*step.newest.values(), *step.replaced):
             self._free.setdefault(payload.nbytes, []).append(payload)
@@ -185,16 +185,16 @@ class PushEncoder:
 
 def decode_into(payload: memoryview, codec: Codec, out: Bytes, native: Codec) -> None:
     """Write a payload's elements as those of a table. Shapes: `out` has them in codec `native`."""
-    if codec is not Codec.INT8:
+    if not codec.is_scaled:
         _casts().convert(payload, codec, out, native)
         return
     raw = np.frombuffer(payload, np.uint8)
     raw = raw if raw.ctypes.data % 4 == 0 else raw.copy()
     if native is Codec.FP32:
-        int8.decode(raw, out.view(np.float32))
+        scaled.decode(codec, raw, out.view(np.float32))
         return
-    found = np.empty(int8.element_count(raw.nbytes), np.float32)
-    int8.decode(raw, found)
+    found = np.empty(out.nbytes // native.element_bytes, np.float32)
+    scaled.decode(codec, raw, found)
     _casts().convert(found.data.cast("B"), Codec.FP32, out, native)
 
 

@@ -13,7 +13,9 @@ from ps_core.tables.table_spec import TableSpec
 NONE = "none"
 """No codec: payloads are of the table's own dtype."""
 
-CHOICES = (NONE, *(codec.value for codec in (Codec.FP32, Codec.FP16, Codec.BF16, Codec.INT8)))
+PULL_CHOICES = (NONE, *(codec.value for codec in (Codec.FP32, Codec.FP16, Codec.BF16, Codec.INT8)))
+PUSH_CHOICES = (*PULL_CHOICES, Codec.SIGN.value)
+"""A pull has no feedback, and signs without it are no values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,9 @@ def codecs_of(
 
 def check_codec(option: str, name: object) -> None:
     """InvalidConfig unless there is a codec of this name, or it is "none"."""
-    if name not in CHOICES:
-        raise InvalidConfig(f"{option} is {name!r}; expected one of {', '.join(CHOICES)}")
+    choices = PUSH_CHOICES if option == "push_codec" else PULL_CHOICES
+    if name not in choices:
+        raise InvalidConfig(f"{option} is {name!r}; expected one of {', '.join(choices)}")
 
 
 def _chosen(option: str, spec: TableSpec, name: object, default: str) -> Codec | None:
@@ -69,7 +72,7 @@ def _chosen(option: str, spec: TableSpec, name: object, default: str) -> Codec |
 def _why_not(spec: TableSpec, codec: Codec) -> str:
     if spec.rows is not None:
         return "a table of rows has none; its `storage` takes fewer bits"
-    if codec.element_bytes >= NATIVE_CODEC[spec.dtype].element_bytes:
+    if codec.element_bits >= NATIVE_CODEC[spec.dtype].element_bits:
         return f"the table's own {spec.dtype.value} takes no more bytes; expected none"
     if spec.optimizer.kind is OptimizerKind.ASSIGN:
         return "ASSIGN takes values, which nothing corrects later; expected none"

@@ -54,7 +54,7 @@ class StepResult:
     discarded: bool = False
     """BSP with backup workers: some range of the table was updated without the step."""
     discarded_blocks: tuple[int, ...] = ()
-    """The blocks of the step in such ranges; with `push_codec="int8"` later steps bring them."""
+    """The blocks of the step in such ranges; a codec with feedback brings them in later steps."""
     squares: Mapping[int, float] = field(default_factory=dict)
     """BSP with `clip_scale`: block -> the sum of the squares of the reduced gradient; the update
     waits for `Client.scale_update`. Else empty."""

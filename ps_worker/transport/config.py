@@ -82,10 +82,11 @@ class WorkerConfig:
     push_codec: str = setting(
         "none",
         "how gradients travel where the script names no codec: none (as the table's dtype), bf16, "
-        "fp16, or int8, whose rounding errors go with the next gradients",
+        "fp16, int8 or sign; the rounding errors of these two go with the next gradients",
     )
     pull_codec: str = setting(
-        "none", "how parameters travel to this process where the script names no codec, likewise"
+        "none",
+        "how parameters travel to this process where the script names no codec, likewise; not sign",
     )
     compute: str = setting(
         "",

@@ -188,7 +188,12 @@ BAD_READS: dict[str, tuple[Ask, str, tuple[str, ...]]] = {
     "codec of a wider dtype": (
         lambda read, _: setattr(read, "codec", types.CODEC_FP64),
         "INVALID_TENSOR",
-        ("codec fp64", "expected fp32, fp16, bf16 or int8"),
+        ("codec fp64", "expected fp32, or a codec of fewer bits"),
+    ),
+    "codec of pushes alone": (
+        lambda read, _: setattr(read, "codec", types.CODEC_SIGN),
+        "INVALID_TENSOR",
+        ("a pull cannot have codec sign; expected fp32, fp16, bf16 or int8",),
     ),
     "consistent at a clock that has passed": (
         lambda read, _: setattr(read, "consistent", True),

@@ -128,6 +128,22 @@ def test_fewer_bytes_travel(pairs: dict[str, list[ps.Client]]) -> None:
         assert after.pulled_bytes - before.pulled_bytes == expected
 
 
+def test_signs_take_a_bit_an_element_and_all_else_comes_later(
+    pairs: dict[str, list[ps.Client]],
+) -> None:
+    """RES-1. A pull has no feedback, and is refused: by the worker, and by servers."""
+    expected = -sum(gradient(number).astype(np.float64) for number in range(12))
+    client = pairs["grpc"][0]
+    (table,) = created([client], push_codec="sign")
+    before = client.progress().pushed_bytes
+    values = trained(client, table)
+    pushed_bytes = client.progress().pushed_bytes - before
+    assert pushed_bytes == pytest.approx(12 * SIZE * 4 / 28.44, rel=1e-3)
+    np.testing.assert_allclose(values - left_of(table), expected, atol=1e-1)
+    with pytest.raises(ps.PushpullError, match="pull_codec is 'sign'; expected one of none, fp32"):
+        created([client], pull_codec="sign")
+
+
 def test_a_gradient_that_is_not_finite_is_refused_as_any_and_leaves_nothing(
     pairs: dict[str, list[ps.Client]],
 ) -> None:

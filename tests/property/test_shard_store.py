@@ -113,6 +113,11 @@ def int8_of(scale: float, number: int) -> bytes:
     return np.array([scale], "<f4").tobytes() + np.full(64, number, np.int8).tobytes()
 
 
+def sign_of(scale: float) -> bytes:
+    """64 elements of that number."""
+    return np.array([scale], "<f4").tobytes() + b"\xff" * 8
+
+
 BAD = [
     pytest.param((5, Codec.FP32, ones(64), b""), InvalidKeys, "block 5", id="no-such-block"),
     pytest.param((-1, Codec.FP32, ones(64), b""), InvalidKeys, "block -1", id="negative-block"),
@@ -139,6 +144,9 @@ BAD = [
     pytest.param((0, Codec.INT8, int8_of(math.nan, 1), b""), InvalidTensor, "'t0'", id="int8-nan"),
     pytest.param((0, Codec.INT8, int8_of(3e38, 2), b""), InvalidTensor, "'t0'", id="int8-large"),
     pytest.param((0, Codec.INT8, int8_of(0.5, 1)[:-1], b""), InvalidTensor, "68", id="int8-short"),
+    pytest.param((0, Codec.SIGN, sign_of(math.nan), b""), InvalidTensor, "'t0'", id="sign-nan"),
+    pytest.param((0, Codec.SIGN, sign_of(0.5)[:-1], b""), InvalidTensor, "12", id="sign-short"),
+    pytest.param((0, Codec.SIGN, sign_of(0.5) + b"x", b""), InvalidTensor, "12", id="sign-long"),
 ]  # fmt: skip
 
 

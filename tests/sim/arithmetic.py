@@ -37,7 +37,7 @@ from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.keys import Incarnation, RangeId, TableId
 from ps_core.rows import mixed_ids, partitions_of, salt_of
 from ps_core.tables.elements import (
-    INT8_GROUP_COUNT,
+    SCALED_GROUP_COUNT,
     Codec,
     Initializer,
     InitializerKind,
@@ -240,7 +240,13 @@ def _payload(table: Table, grad: Grad) -> tuple[Codec, bytes, bytes]:
     codec = _CODECS[(grad.clock + 2 * grad.rank + grad.block) % len(_CODECS)]
     if codec is not Codec.INT8:
         return codec, payload_codec.encode(values, codec), presence
-    scales = np.full(-(-len(values) // INT8_GROUP_COUNT), 0.5, "<f4")
+    numbers = {value for value in found if value is not None}
+    if len(numbers) == 1:  # elements of absent tensors may be anything
+        (value,) = numbers
+        scales = np.full(-(-len(values) // SCALED_GROUP_COUNT), abs(value), "<f4")
+        bits = np.packbits(np.full(len(values), value >= 0), bitorder="little")
+        return Codec.SIGN, scales.tobytes() + bits.tobytes(), presence
+    scales = np.full(-(-len(values) // SCALED_GROUP_COUNT), 0.5, "<f4")
     return codec, scales.tobytes() + (2 * values).astype(np.int8).tobytes(), presence
 
 

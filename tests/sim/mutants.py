@@ -383,8 +383,8 @@ _ONE_TABLE = (
         "numbers of int8 are twice what they are",
         "S3",
         "ps_core/codecs/int8_passes.py",
-        "    return np.repeat(of_groups, INT8_GROUP_COUNT)[:count]",
-        "    return np.repeat(of_groups * 2, INT8_GROUP_COUNT)[:count]",
+        "    return np.repeat(of_groups, SCALED_GROUP_COUNT)[:count]",
+        "    return np.repeat(of_groups * 2, SCALED_GROUP_COUNT)[:count]",
         _STEPS,
     ),
     Mutant(

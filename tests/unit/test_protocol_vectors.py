@@ -123,6 +123,18 @@ def test_the_int8_example_on_the_page() -> None:
     assert "`0000003f01ff7f` is 0.5, \N{MINUS SIGN}0.5, 63.5" in " ".join(PAGE.split())
 
 
+def test_sign_follows_the_page() -> None:
+    for vector in VECTORS["sign"]:
+        payload, count = bytes.fromhex(vector["hex"]), vector["elements"]
+        groups = -(-count // 256)
+        assert len(payload) == 4 * groups + -(-count // 8)
+        scales = struct.unpack_from(f"<{groups}f", payload)
+        bits = int.from_bytes(payload[4 * groups :], "little")
+        expected = [scales[at // 256] * (1 if bits >> at & 1 else -1) for at in range(count)]
+        assert vector["decoded"] == expected
+    assert "`0000003f05` is 0.5, \N{MINUS SIGN}0.5, 0.5" in " ".join(PAGE.split())
+
+
 def _encoded(value: float, codec: str) -> bytes:
     if codec in FORMATS:
         return struct.pack(FORMATS[codec], value)

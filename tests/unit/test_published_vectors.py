@@ -13,7 +13,7 @@ import pytest
 
 from docs import payload_codec as codec
 from ps_core.cluster_view import Role, Session
-from ps_core.codecs import int8
+from ps_core.codecs import int8, sign
 from ps_core.keys import (
     Incarnation,
     NodeId,
@@ -96,6 +96,15 @@ def test_int8(vector: dict[str, Any]) -> None:
     decoded = np.empty(vector["elements"], np.float32)
     assert int8.element_count(len(payload)) == len(decoded)
     int8.decode(payload, decoded)
+    assert decoded.tolist() == vector["decoded"]
+
+
+@pytest.mark.parametrize("vector", VECTORS["sign"])
+def test_sign(vector: dict[str, Any]) -> None:
+    payload = np.frombuffer(bytes.fromhex(vector["hex"]), np.uint8).copy()
+    decoded = np.empty(vector["elements"], np.float32)
+    assert Codec.SIGN.payload_bytes(len(decoded)) == len(payload)
+    sign.decode(payload, decoded)
     assert decoded.tolist() == vector["decoded"]
 
 

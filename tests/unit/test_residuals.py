@@ -78,7 +78,7 @@ class Step:
                 self.clock, BlockValues(block, gradient.data.cast("B"))
             )
             out = np.empty(gradient.nbytes, np.uint8)
-            decode_into(payload, Codec.INT8, out, Codec.FP32)
+            decode_into(payload, self.twin.encoder.codec, out, Codec.FP32)
             self.sent[block] = gradient, out.view(np.float32).astype(np.float64)
 
     def seal(self, *, takes_part: bool) -> None:
@@ -101,12 +101,15 @@ def gradients(draw: np.random.Generator, block: int) -> npt.NDArray[np.float32]:
     return scaled
 
 
-@given(st.data(), st.integers(0, 2**16))
-def test_nothing_is_lost_whatever_becomes_of_the_steps(data: st.DataObject, seed: int) -> None:
+@pytest.mark.parametrize("codec", [Codec.INT8, Codec.SIGN])
+@given(data=st.data(), seed=st.integers(0, 2**16))
+def test_nothing_is_lost_whatever_becomes_of_the_steps(
+    codec: Codec, data: st.DataObject, seed: int
+) -> None:
     """Blocks pushed again, withdrawn or left out; steps skipped, and discarded late, under scales
     that change.
     """
-    draw, twin = np.random.default_rng(seed), Twin(PushEncoder(table(), Codec.INT8, 1))
+    draw, twin = np.random.default_rng(seed), Twin(PushEncoder(table(), codec, 1))
     open_ends: list[Step] = []
     for _ in range(data.draw(st.integers(1, 12))):
         blocks = data.draw(st.lists(st.integers(0, 2), max_size=5))
@@ -200,7 +203,7 @@ def test_residuals_go_on_from_a_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT64])
-@pytest.mark.parametrize("codec", [Codec.FP16, Codec.BF16, Codec.INT8])
+@pytest.mark.parametrize("codec", [Codec.FP16, Codec.BF16, Codec.INT8, Codec.SIGN])
 def test_each_codec_comes_back_as_near_as_it_can(dtype: DType, codec: Codec) -> None:
     encoder = PushEncoder(table(dtype), codec, 0)
     gradient = np.linspace(-1, 1, BLOCK).astype(dtype.value)
@@ -208,7 +211,7 @@ def test_each_codec_comes_back_as_near_as_it_can(dtype: DType, codec: Codec) -> 
     assert payload.nbytes == codec.payload_bytes(BLOCK)
     out = np.empty(gradient.nbytes, np.uint8)
     decode_into(payload, codec, out, Codec.FP32 if dtype is DType.FLOAT32 else Codec.FP64)
-    step = {Codec.FP16: 2.0**-11, Codec.BF16: 2.0**-8, Codec.INT8: 1 / 126}[codec]
+    step = {Codec.FP16: 2.0**-11, Codec.BF16: 2.0**-8, Codec.INT8: 1 / 126, Codec.SIGN: 0.55}[codec]
     assert np.abs(out.view(dtype.value) - gradient).max() <= step
 
 

@@ -589,6 +589,13 @@ def test_a_payload_of_int8_has_a_scale_for_each_256_elements_begun() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("codec", "size"), [*zip(Codec, (4, 2, 2, 8, 1), strict=True)])
-def test_elements_have_the_width_of_their_codec(codec: Codec, size: int) -> None:
-    assert codec.element_bytes == size
+def test_a_payload_of_signs_has_a_bit_an_element_too() -> None:
+    sizes = {count: Codec.SIGN.payload_bytes(count) for count in (1, 8, 9, 256, 257)}
+    assert sizes == {1: 5, 8: 5, 9: 6, 256: 36, 257: 41}
+
+
+@pytest.mark.parametrize(("codec", "bits"), [*zip(Codec, (32, 16, 16, 64, 8, 1), strict=True)])
+def test_elements_have_the_width_of_their_codec(codec: Codec, bits: int) -> None:
+    assert codec.element_bits == bits
+    assert codec.is_scaled is (bits in {8, 1})
+    assert codec.is_scaled or codec.element_bytes == bits // 8

@@ -22,7 +22,7 @@ from ps_worker.spec.settings import table_spec
 from ps_worker.spec.values import BlockValues
 
 ELEMENT_BYTES = 4
-CODECS = (Codec.BF16, Codec.FP16, Codec.INT8)
+CODECS = (Codec.BF16, Codec.FP16, Codec.INT8, Codec.SIGN)
 
 
 class _Coder:

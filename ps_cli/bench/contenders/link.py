@@ -9,7 +9,7 @@ from functools import partial
 
 import ps_worker as ps
 from ps_cli.bench.contenders.child import Actions
-from ps_cli.bench.contenders.worker import OPTIMIZERS, Buffers, Moves
+from ps_cli.bench.contenders.worker import OPTIMIZERS, Buffers, Moves, pull_codec_of
 from ps_cli.bench.instruments.shaped_link import device_bytes
 from ps_cli.bench.lanes import GRPC
 from ps_runtime.launch.cluster_shape import ClusterShape
@@ -40,7 +40,7 @@ def worker(scheduler: str, device: str, size: str, *codecs: str) -> Iterator[Act
                 buffers.element_count,
                 optimizer=OPTIMIZERS["sgd"],
                 push_codec=codec,
-                pull_codec=codec,
+                pull_codec=pull_codec_of(codec),
             )
             rounds[codec] = partial(_counted, Moves(client, table, buffers).round, device)
         yield rounds

@@ -13,6 +13,7 @@ import ps_worker as ps
 from ps_cli.bench.contenders.child import Actions
 from ps_cli.bench.instruments.sampling import call_latencies
 from ps_cli.bench.lanes import SHARED_MEMORY
+from ps_core.tables.elements import Codec
 
 ELEMENT_BYTES = 4
 PRIVATE = "/private"
@@ -66,6 +67,11 @@ class Moves:
         return {"push": self.push, "pull": self.pull, "round": self.round}
 
 
+def pull_codec_of(codec: str) -> str:
+    """The codec of pulls beside that one of pushes: bf16 beside sign, else the same."""
+    return Codec.BF16.value if codec == Codec.SIGN.value else codec
+
+
 @contextlib.contextmanager
 def member(
     scheduler: str, lane: str, rank: str, size: str, calls: str, *names: str
@@ -85,7 +91,7 @@ def member(
                 own.element_count,
                 optimizer=OPTIMIZERS[optimizer],
                 push_codec=codec or None,
-                pull_codec=codec or None,
+                pull_codec=pull_codec_of(codec) or None,
             )
             moves = Moves(client, table, own)
             for move, act in moves.by_name().items():

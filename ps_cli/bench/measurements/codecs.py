@@ -11,7 +11,8 @@ from rich.console import Group, RenderableType
 from ps_cli.bench.contenders import contenders
 from ps_cli.bench.contenders.ceilings import memcpy
 from ps_cli.bench.contenders.child import started
-from ps_cli.bench.contenders.worker import CODEC
+from ps_cli.bench.contenders.codecs import CODECS
+from ps_cli.bench.contenders.worker import CODEC, pull_codec_of
 from ps_cli.bench.instruments.sampling import Operation, figures_table, measured_in_turns, rounded
 from ps_cli.bench.measurements.dense import MOVES, operations_by_move
 from ps_cli.bench.settings import BenchSettings
@@ -19,7 +20,6 @@ from ps_core.tables.elements import Codec
 
 DEFAULT_SIZE_MB = 64
 QUICK_SIZE_MB = 2
-CODECS = (Codec.BF16, Codec.FP16, Codec.INT8)
 WHOLE = Codec.FP32.value
 
 
@@ -61,6 +61,7 @@ def codecs(settings: BenchSettings) -> dict[str, Any]:
             {
                 "lane": lane,
                 "codec": codec,
+                "pull_codec": pull_codec_of(codec),
                 "bytes_over_fp32": rounded(_share(Codec(codec))),
                 **{f"{move}_gb_s": rates[f"{lane} {codec} {move}"] for move in MOVES},
                 **{
@@ -86,7 +87,7 @@ def codecs_view(document: dict[str, Any]) -> RenderableType:
     alone = figures_table(
         "codecs: GB/s of float32 on one core",
         *("encode", "decode"),
-        caption=f"memcpy: {ceilings['memcpy_gb_s']:.2f} GB/s; int8 keeps its rounding errors",
+        caption=f"memcpy: {ceilings['memcpy_gb_s']:.2f} GB/s; int8 and sign keep what is left",
     )
     for codec in CODECS:
         ways = (ceilings[f"{codec.value}_{way}_gb_s"] for way in ("encode", "decode"))

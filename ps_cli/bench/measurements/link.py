@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from ps_cli.bench.contenders.child import Child, started
+from ps_cli.bench.contenders.worker import pull_codec_of
 from ps_cli.bench.instruments.sampling import figures_table, rounded, take_turns
 from ps_cli.bench.instruments.shaped_link import shaped_link
 from ps_cli.bench.settings import BenchSettings
@@ -18,7 +19,7 @@ from ps_worker.compression.table_codecs import NONE
 
 DEFAULT_SIZE_MB = 64
 QUICK_SIZE_MB = 2
-CODECS = (NONE, "bf16", "fp16", "int8")
+CODECS = (NONE, "bf16", "fp16", "int8", "sign")
 
 
 def link(settings: BenchSettings) -> dict[str, Any]:
@@ -50,6 +51,7 @@ def link(settings: BenchSettings) -> dict[str, Any]:
         "rows": [
             {
                 "codec": codec,
+                "pull_codec": pull_codec_of(codec),
                 "round_s": rounded(taken_s),
                 "round_over_none": rounded(medians[NONE][0] / taken_s),
                 "pushed_bytes": round(sent),

@@ -1,0 +1,80 @@
+"""SIGN payloads: a bit an element, and all else is left."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from docs import payload_codec
+from ps_core.codecs import scaled, sign
+from ps_core.codecs.int8 import Bytes
+from ps_core.codecs.int8_passes import Floats
+from ps_core.tables.elements import Codec
+
+FINITE = st.floats(-(2.0**60), 2.0**60, width=32)
+
+
+def encoded(gradient: Floats, before: Floats) -> tuple[Bytes, Floats, Floats]:
+    """A payload, what it decodes to, and what is left."""
+    payload = np.full(Codec.SIGN.payload_bytes(len(gradient)), 255, np.uint8)
+    left, out = np.full_like(gradient, 9), np.full_like(gradient, 9)
+    sign.encode_gradient(gradient, before, left, payload)
+    sign.decode(payload, out)
+    return payload, out, left
+
+
+@given(st.lists(FINITE, min_size=1, max_size=40), st.sampled_from((1, 7, 8, 256, 257, 700)))
+def test_nothing_is_lost(some: list[float], count: int) -> None:
+    """SG-1, and each group has the mean of its absolute values, with the signs."""
+    gradient = np.resize(np.array(some, np.float32), count)
+    before = np.resize(gradient[::-1] / np.float32(3), count)
+    payload, out, left = encoded(gradient, before)
+    asked = gradient + before
+    assert np.array_equal(left, asked - out)
+    assert np.array_equal(out, payload_codec.decode_sign(payload.tobytes(), count))
+    for begin in range(0, count, 256):
+        part = slice(begin, begin + 256)
+        mean = np.float32(np.abs(asked[part]).mean(dtype=np.float64))
+        assert np.array_equal(out[part], np.where(asked[part] >= 0, mean, -mean))
+
+
+def test_errors_add_up_to_nothing_over_many_steps() -> None:
+    gradient = np.array([1.0, -0.5, 0.25, 0.0], np.float32)
+    left, applied = np.zeros(4, np.float32), np.zeros(4)
+    for _ in range(1000):
+        _, out, left = encoded(gradient, left)
+        applied += out
+    assert np.abs(left).max() < 10
+    assert np.allclose(applied / 1000, gradient, atol=0.01)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_group_that_is_not_finite_says_so_and_leaves_what_was_left(bad: float) -> None:
+    gradient, before = np.ones(600, np.float32), np.full(600, 0.25, np.float32)
+    gradient[300] = bad
+    payload, out, left = encoded(gradient, before)
+    assert np.isnan(out[256:512]).all()
+    assert np.isfinite(out[:256]).all()
+    assert np.isfinite(out[512:]).all()
+    assert (left[256:512] == 0.25).all()
+    assert not scaled.is_finite(Codec.SIGN, payload, 600)
+    assert scaled.is_finite(Codec.SIGN, payload[:36], 256)
+
+
+def test_the_largest_numbers_do_not_overflow() -> None:
+    most = np.finfo(np.float32).max
+    _, out, left = encoded(np.array([most, -most], np.float32), np.zeros(2, np.float32))
+    assert out.tolist() == [most, -most]
+    assert not left.any()
+
+
+@given(st.integers(1, 600), st.binary(min_size=1, max_size=80))
+def test_any_bytes_decode_to_something(count: int, some: bytes) -> None:
+    size = Codec.SIGN.payload_bytes(count)
+    payload = np.resize(np.frombuffer(some, np.uint8), size).copy()
+    out = np.empty(count, np.float32)
+    sign.decode(payload, out)
+    expected = payload_codec.decode_sign(payload.tobytes(), count)
+    assert np.array_equal(out, expected, equal_nan=True)
