@@ -173,11 +173,8 @@ class RunSimulation(ReplacementSimulation):
         return replace(plan, calm_s=plan.calm_s - SOONER_S)
 
     def may_lose(self, server: SimServer, *, for_good: bool) -> bool:
-        """Not as many as hold a range, before the scheduler has missed one of them: what a run that
-        begins is placed on would have no other holder.
-        """
-        unnoticed = (self.lost() | {server.node_id}) & self.scheduler.view.living_servers
-        if for_good and self._to_come and len(unnoticed) >= self.plan.replica_count:
+        """Not too many while runs begin: their tables' ranges are placed then."""
+        if for_good and self._to_come and self.too_many_unnoticed(server):
             return False
         return super().may_lose(server, for_good=for_good)  # type: ignore[arg-type]
 
