@@ -311,6 +311,16 @@ class RunSimulation(ReplacementSimulation):
 
     # --- workers that are replaced, and leave
 
+    def _start_late(self, worker: SimWorker, view_number: int) -> None:
+        """Whoever comes before its run's tables are made opens them, as the first workers do: the
+        tables have its join from the start, so the others wait for its steps.
+        """
+        if not worker.layout.run or worker.layout.run in self._opened:
+            super()._start_late(worker, view_number)
+        else:
+            session = self.first[worker.incarnation]
+            self.world.after(LOOK_S, lambda: self._open(session, worker))
+
     def _follow(self, node: Node) -> None:
         if not node.run:
             super()._follow(node)
