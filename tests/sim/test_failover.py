@@ -142,6 +142,13 @@ class FailoverSimulation(ScheduledSimulation):
                 return False
         return True
 
+    def too_many_unnoticed(self, server: SimServer) -> bool:
+        """Whether as many servers as hold a range would be dead, and members still: all holders of
+        what is placed before the scheduler misses one of them may be among these.
+        """
+        unnoticed = (self.lost() | {server.node_id}) & self.scheduler.view.living_servers
+        return len(unnoticed) >= self.plan.replica_count
+
     def lost(self) -> set[NodeId]:
         """The servers whose copies do not count any more."""
         return {node_id for node_id, server in self.servers.items() if server.is_dead}

@@ -81,6 +81,13 @@ class LateTableSimulation(FailoverSimulation):
         """A server at that place."""
         return PatientServer(self.world, node_id, self.layout.settings, WORKERS, place)
 
+    def may_lose(self, server: ReplicatedServer, *, for_good: bool) -> bool:
+        """Not too many while tables are to come: their ranges are placed then."""
+        is_done = len(self.late) >= self._late_count
+        if for_good and not is_done and self.too_many_unnoticed(server):
+            return False
+        return super().may_lose(server, for_good=for_good)
+
     def layout_of(self) -> Layout:
         """What a worker knows, and which tables it trains now."""
         known = super().layout_of()

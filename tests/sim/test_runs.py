@@ -173,11 +173,8 @@ class RunSimulation(ReplacementSimulation):
         return replace(plan, calm_s=plan.calm_s - SOONER_S)
 
     def may_lose(self, server: SimServer, *, for_good: bool) -> bool:
-        """Not as many as hold a range, before the scheduler has missed one of them: what a run that
-        begins is placed on would have no other holder.
-        """
-        unnoticed = (self.lost() | {server.node_id}) & self.scheduler.view.living_servers
-        if for_good and self._to_come and len(unnoticed) >= self.plan.replica_count:
+        """Not too many while runs begin: their tables' ranges are placed then."""
+        if for_good and self._to_come and self.too_many_unnoticed(server):
             return False
         return super().may_lose(server, for_good=for_good)  # type: ignore[arg-type]
 
@@ -313,6 +310,16 @@ class RunSimulation(ReplacementSimulation):
         self.world.counts["beside runs that ended"] += bool(self._over - {worker.layout.run})
 
     # --- workers that are replaced, and leave
+
+    def _start_late(self, worker: SimWorker, view_number: int) -> None:
+        """Whoever comes before its run's tables are made opens them, as the first workers do: the
+        tables have its join from the start, so the others wait for its steps.
+        """
+        if not worker.layout.run or worker.layout.run in self._opened:
+            super()._start_late(worker, view_number)
+        else:
+            session = self.first[worker.incarnation]
+            self.world.after(LOOK_S, lambda: self._open(session, worker))
 
     def _follow(self, node: Node) -> None:
         if not node.run:

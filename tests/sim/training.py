@@ -85,7 +85,7 @@ def _leave_out(
         clocks[table_id] += count
         worker.world.counts["clocks left out"] += count
     taken = {clock - truth.restored.get(table_id, 0) for table_id, clock in clocks.items()}
-    assert len(taken) <= 1, f"S7: worker {worker.rank} is at {clocks}, from {truth.restored}"
+    assert len(taken) == 1, f"S7: worker {worker.rank} is at {clocks}, from {truth.restored}"
 
 
 def begin_where_the_others_are(
