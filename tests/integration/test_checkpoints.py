@@ -72,6 +72,40 @@ def check_bsp_goes_on(
         assert all(torch.equal(tensors[0], each) for each in tensors), name
 
 
+def test_a_resume_without_feedback_says_that_it_drops_what_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another codec with feedback goes on from it."""
+    root, left = str(tmp_path), []
+    for codec, resume in (("int8", ""), ("sign", root), ("none", root)):
+        with (
+            ps.local_cluster(1, 1, checkpoint_url=root, resume=resume) as cluster,
+            ps.connect(cluster.address, push_codec=codec) as client,
+        ):
+            torch.manual_seed(5)
+            model = torch.nn.Linear(8, 8)
+            optimizer = ps.DistributedOptimizer(client, model, ps.SGD(lr=0.1), name="model")
+            (table,) = client.tables.handles
+            residuals = table.steps.residuals
+            if codec == "none":
+                assert residuals is None
+                assert "residuals_dropped" in caplog.text
+                assert f"table={table.name}" in caplog.text
+                continue
+            assert residuals is not None
+            left.append(residuals.state_dict()["residuals"])
+            model(torch.ones(2, 8)).square().sum().backward()
+            optimizer.step()
+            left.append(residuals.state_dict()["residuals"])
+            client.checkpoint().wait()
+        assert "residuals_dropped" not in caplog.text
+    nothing, after_int8, before_sign, after_sign = left
+    assert not nothing.any()
+    assert after_int8.any()
+    assert torch.equal(after_int8, before_sign)
+    assert not torch.equal(before_sign, after_sign)
+
+
 COUNT, BLOCK = 5_000, 64
 
 
