@@ -4,9 +4,9 @@
     element = the scale of its group, with a minus where its bit is 0
 
 Rules:
-    - A group's scale is the mean of its absolute values: so what is left is least.
+    - A group's scale is the mean of its absolute values, or a little less, so that least is left.
     - What a payload does not say is given back to the caller, to be added to the next gradient.
-    - A group with an element that is not finite, or whose mean is not, decodes to NaN.
+    - A group with an element that is not finite decodes to NaN.
 
 Invariants:
     SG-1  decoded(payload) + what is left = the gradient + what was left before, as float32 rounds;
@@ -27,6 +27,9 @@ _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder=
 _SIGNS = _BITS.astype(np.float32) * 2 - 1  # of the eight elements that each byte has
 _SIGNS.flags.writeable = False
 
+_LESS = 1 - 2.0**-18
+"""A scale in units of its group's mean: rounding makes none infinite."""
+
 
 def scales_of(payload: Bytes, element_count: int) -> Floats:
     """A payload's scales, as a view."""
@@ -42,19 +45,32 @@ def encode_gradient(gradient: Floats, before: Floats, left: Floats, payload: Byt
     """
     count = len(gradient)
     scales = scales_of(payload, count)
+    whole = count - count % SCALED_GROUP_COUNT
+    parts = [slice(0, whole)] * (whole > 0) + [slice(whole, count)] * (whole < count)
     with np.errstate(over="ignore", invalid="ignore"):
         np.add(gradient, before, out=left)
-        begins = np.arange(0, count, SCALED_GROUP_COUNT)
-        sums = np.add.reduceat(np.abs(left), begins, dtype=np.float64)
-        sizes = np.minimum(count - begins, SCALED_GROUP_COUNT)
-        scales[:] = sums / sizes
-        is_finite = np.isfinite(scales)
-        scales[~is_finite] = np.nan
-        payload[scales.nbytes :] = np.packbits(left >= 0, bitorder="little")
-        left -= _elements(payload, count)
+        payload[scales.nbytes :] = np.packbits(left.view(np.int32) >= 0, bitorder="little")
+        for part in parts:
+            _take_signs(
+                left[part].reshape(-1, min(SCALED_GROUP_COUNT, part.stop - part.start)),
+                scales[part.start // SCALED_GROUP_COUNT :][: _group_count(part.stop - part.start)],
+            )
+    is_finite = np.isfinite(scales)
     if not is_finite.all():
         broken = np.repeat(~is_finite, SCALED_GROUP_COUNT)[:count]
         left[broken] = before[broken]
+
+
+def _take_signs(groups: npt.NDArray[np.float32], scales: Floats) -> None:
+    """Write the scales of groups of one length, and take what the payload says from the groups.
+    Shapes: (groups, elements); (groups,).
+    """
+    taken = np.abs(groups)
+    taken *= np.float32(_LESS / groups.shape[1])  # before the sum, which cannot overflow so
+    np.sum(taken, axis=1, out=scales)
+    scales[~np.isfinite(scales)] = np.nan
+    np.copysign(scales[:, None], groups, out=taken)
+    groups -= taken
 
 
 def decode(payload: Bytes, out: Floats) -> None:
