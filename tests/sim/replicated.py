@@ -405,6 +405,9 @@ class ReplicatedServer(SimServer):
         return self.watch.have_taken(self, table_id, range_id, number)
 
     def _watch_waits(self) -> None:
+        if self.is_slow:  # what it has begun ends first, and then it serves
+            self._waits_since_s = {}
+            return
         replicas = self.replication.replicas.items()
         waiting = [range_id for range_id, replica in replicas if replica.is_promoted]
         now_s = self.world.now_s

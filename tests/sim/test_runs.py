@@ -22,7 +22,7 @@ from typing import ClassVar
 import pytest
 
 from ps_core.cluster_view import Node, NodeState, Role, Session
-from ps_core.errors import InvalidConfig, NotOwner, Recovering, TableNotFound
+from ps_core.errors import Fenced, InvalidConfig, NotOwner, Recovering, TableNotFound
 from ps_core.keys import Incarnation, RangeId, TableId
 from ps_core.ledger import ReplyKind
 from ps_core.tables.table import Table
@@ -113,7 +113,8 @@ class Strangers:
 
         def reply(effect: ReplyTo) -> None:
             assert effect.kind is ReplyKind.ERROR, f"S19: a seal by another run: {effect}"
-            assert isinstance(effect.error, TableNotFound), effect.error
+            # A server that has just come has no view yet.
+            assert isinstance(effect.error, TableNotFound | Recovering), effect.error
             self._simulation.world.counts["seals by another run"] += 1
 
         server.outbox[STRANGER] = reply
@@ -252,8 +253,12 @@ class RunSimulation(ReplacementSimulation):
             if session.run not in self._specs:
                 self._specs[session.run] = self._specs_of(session.run)
             specs = self._specs[session.run]
-            while specs and not worker.is_down and self._has_made(session, specs[0]):
-                specs.pop(0)
+            try:
+                while specs and not worker.is_down and self._has_made(session, specs[0]):
+                    specs.pop(0)
+            except Fenced as error:  # it was paused meanwhile, and declared gone
+                worker.told_fenced(error)
+                return
             if specs:
                 self.world.after(LOOK_S, lambda: self._open(session, worker))
                 return
