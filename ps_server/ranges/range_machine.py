@@ -134,7 +134,8 @@ class RangeMachine:
     def ended(self, node: Node, now_s: float) -> list[Effect]:
         """End a worker's membership, whether it was ever heard here or not (S6): its sealed steps
         count, the rest ends as WITHDRAWN, its pulls are refused, and nobody waits for it. Repeating
-        the event does nothing, as does ending a worker that left by a seal.
+        the event does nothing, as does ending a worker that left by a seal, unless a sum of its
+        step waits for a scale: it says none any more.
         """
         out: list[Effect] = []
         state = self.state
@@ -147,7 +148,8 @@ class RangeMachine:
             return out
         if worker is holder:
             left_by_seal = worker.has_left and node.state is NodeState.LEFT
-            if node.rank in state.ended or left_by_seal:
+            has_said_all = left_by_seal and worker.incarnation not in state.summed_incarnations
+            if node.rank in state.ended or has_said_all:
                 return out
             state.ended[node.rank] = node
         self.read_gate.ended(node, out)

@@ -205,7 +205,7 @@ class RangeState:
         self.by_rank: dict[int, RangeWorker] = {}
         self.replaced: dict[Incarnation, RangeWorker] = {}  # no longer in `by_rank`
         self.past_reached_clock = self.past_stepped_clock = 0  # by workers that were forgotten
-        self.ended: dict[int, Node] = {}  # by rank: left without a seal or gone, and not replaced
+        self.ended: dict[int, Node] = {}  # by rank: left with something unsaid, or gone; unreplaced
         self.unscaled: Record | None = None  # BSP: the sum of clock + 1, which waits for its scale
         self.squares: dict[int, tuple[float, ...]] = {}  # of the newest such sums, by clock
         self.said: UpdateScale | None = None  # the newest scale
@@ -287,8 +287,7 @@ class RangeState:
         """Forget replaced workers once all that they sealed is decided: the worker with their rank
         fences them, and no later update waits for them.
         """
-        summed = () if self.unscaled is None else self.unscaled.contributors
-        in_sum = {contributor.incarnation for contributor in summed}
+        in_sum = self.summed_incarnations
         for incarnation, worker in list(self.replaced.items()):
             left = worker.left_clock
             if incarnation in in_sum:  # it becomes an update with its scale
@@ -302,6 +301,12 @@ class RangeState:
             for other in (*self.replaced.values(), self.by_rank[worker.rank]):
                 if other.predecessor is worker:
                     other.predecessor = worker.predecessor
+
+    @property
+    def summed_incarnations(self) -> set[Incarnation]:
+        """The workers whose steps are in the sum that waits for its scale."""
+        summed = () if self.unscaled is None else self.unscaled.contributors
+        return {contributor.incarnation for contributor in summed}
 
     def has_ended(self, worker: RangeWorker) -> bool:
         """True if the worker's membership has ended, whether its rank was given anew or not."""

@@ -712,7 +712,7 @@ class ParameterNode:
             table_id=record.table_id,
             range_id=record.range_id,
             clock=record.clock,
-            reason="every worker that took part died before it said the update's scale",
+            reason="every worker that took part had left or died before it said the update's scale",
         )
 
     def _refuse(self, waiter: int, error: PushpullError) -> bool:

@@ -64,9 +64,9 @@ def endings(effects: list[Effect], rank: int) -> dict[int, Ending]:
     }
 
 
-def gone(at: Bench, rank: int) -> list[Effect]:
+def gone(at: Bench, rank: int, state: NodeState = NodeState.GONE) -> list[Effect]:
     sender = at.sender(rank)
-    node = Node(NodeId(rank), sender.incarnation, Role.WORKER, rank, "", NodeState.GONE)
+    node = Node(NodeId(rank), sender.incarnation, Role.WORKER, rank, "", state)
     return at.gone(node)
 
 
@@ -206,6 +206,26 @@ def test_an_update_that_nobody_can_scale_any_more_is_dropped() -> None:
     assert at.machine.state.versions[0] == 0
     step(at, 2, 2, 2)
     assert told(at.effects, 2)[2] == (0.0, 0.0, 2.0, 0.0)
+
+
+def test_an_update_is_dropped_too_if_a_last_seal_was_in_it_and_its_worker_has_left() -> None:
+    """As where an operator ends their run."""
+    at = bench(workers=2)
+    step(at, 0, 1, 1)
+    step(at, 1, 1, 1, last=True)
+    assert not [e for e in gone(at, 0, NodeState.LEFT) if isinstance(e, Drop)]
+    (drop,) = [e for e in gone(at, 1, NodeState.LEFT) if isinstance(e, Drop)]
+    assert drop.record.clock == 1
+    assert at.machine.state.clock == 1
+
+
+def test_who_has_sealed_its_last_step_still_says_the_scale() -> None:
+    at = bench(workers=2)
+    step(at, 0, 1, 1)
+    step(at, 1, 1, 1, last=True)
+    gone(at, 0)
+    at.scale(1, 3, 1, 0.5)
+    assert applied(at.effects) == [(1, [(0, 1), (1, 1)])]
 
 
 def test_a_sum_of_the_dead_alone_waits_for_nobody() -> None:
