@@ -40,13 +40,14 @@ _LAG_LEASES = 5
 
 @dataclass(slots=True)
 class _Progress:
-    """The newest record of a server, -1 while it has nothing, since when it makes no progress, and
-    the epoch since which it is catching up.
+    """The newest record of a server, -1 while it has nothing, since when it makes no progress, the
+    epoch since which it is catching up, and the least number that its copy can have.
     """
 
     number: int
     since_s: float
     since: AssignmentEpoch
+    least: int = 0
 
 
 class Primary:
@@ -103,8 +104,8 @@ class Primary:
         self._heard_s[backup] = now_s
         progress = self._catching_up.get(backup)
         if progress is not None:
-            if ack.assignment_epoch < progress.since:
-                return  # about an earlier copy, which it has given up
+            if ack.assignment_epoch < progress.since or ack.number < progress.least:
+                return  # about an earlier copy, which it has given up, or another replaces
             if ack.number > progress.number:
                 progress.number, progress.since_s = ack.number, now_s
         if ack.number <= self.log.number:
@@ -213,7 +214,8 @@ class Primary:
         moves = progress is not None and not self._is_stuck(progress, now_s)
         if has_all or moves or node_id in self.log.backups:  # the last: asked for already
             return False
-        self._catching_up[node_id] = _Progress(-1, now_s, self.log.assignment_epoch)
+        since, least = self.log.assignment_epoch, self.log.number
+        self._catching_up[node_id] = _Progress(-1, now_s, since, least)
         return True
 
     # --- requests to the scheduler

@@ -326,6 +326,29 @@ def test_what_one_that_joins_had_before_it_gave_all_up_does_not_count() -> None:
     assert [backup_request.backups for backup_request in one.backup_requests(0.1)] == [{THREE}]
 
 
+def test_what_one_that_joins_says_of_an_earlier_copy_does_not_count_for_the_next() -> None:
+    """It missed a record that is not kept; what it had before says nothing of the copy that comes.
+    Counted on, it would hold up all until that is there, and be given all again after a lease.
+    """
+    one = _primary(ONE)
+    one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
+    list(snapshots_of(one, 0.0))
+    log = one.primaries[RANGE].log
+    log.decide(TABLE, delta(), (), [])
+    log.release(0.0)
+    one.acked(THREE, Ack(RANGE, 0, EPOCH), 0.1)
+    one.backup_requests(0.1 + LEASE_S)
+    ((_, snapshot),) = snapshots_of(one, 0.1 + LEASE_S)
+    assert snapshot.number == 1
+    one.acked(THREE, Ack(RANGE, 0, EPOCH), 0.2 + LEASE_S)
+    assert one.backup_requests(0.3 + LEASE_S) == []
+    assert log.backups == ()
+    assert list(snapshots_of(one, 0.3 + 2 * LEASE_S)) == []
+    one.acked(THREE, Ack(RANGE, 1, EPOCH), 0.4 + 2 * LEASE_S)
+    (request,) = one.backup_requests(0.4 + 2 * LEASE_S)
+    assert request.backups == {THREE}
+
+
 def test_a_backup_that_left_a_new_range_has_nothing_of_it() -> None:
     """Begun again it would grant the lease, and acknowledge nothing for ever."""
     two = replication(TWO)
