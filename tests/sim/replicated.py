@@ -405,12 +405,13 @@ class ReplicatedServer(SimServer):
         return self.watch.have_taken(self, table_id, range_id, number)
 
     def _watch_waits(self) -> None:
-        if self.is_slow:  # what it has begun ends first, and then it serves
-            self._waits_since_s = {}
-            return
         replicas = self.replication.replicas.items()
         waiting = [range_id for range_id, replica in replicas if replica.is_promoted]
         now_s = self.world.now_s
+        if self.is_slow and self.works.is_busy:
+            # The open work's next turn waits behind all that came before it, and a tick that
+            # would serve waits for that work: it serves when it is no longer slow.
+            self._waits_since_s = {}
         self._waits_since_s = {r: self._waits_since_s.get(r, now_s) for r in waiting}
         for range_id, since_s in self._waits_since_s.items():
             assert self._view is not None
