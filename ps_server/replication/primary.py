@@ -41,7 +41,7 @@ _LAG_LEASES = 5
 @dataclass(slots=True)
 class _Progress:
     """The newest record of a server, -1 while it has nothing, since when it makes no progress, the
-    epoch since which it is catching up, and the least number that its copy can have.
+    epoch since which it is catching up, and the number of its copy, or one before.
     """
 
     number: int
@@ -214,7 +214,7 @@ class Primary:
         moves = progress is not None and not self._is_stuck(progress, now_s)
         if has_all or moves or node_id in self.log.backups:  # the last: asked for already
             return False
-        since, least = self.log.assignment_epoch, self.log.number
+        since, least = self.log.assignment_epoch, self.log.begin_snapshot()
         self._catching_up[node_id] = _Progress(-1, now_s, since, least)
         return True
 

@@ -427,6 +427,20 @@ def test_no_record_is_sent_again_to_one_whose_copy_is_on_its_way() -> None:
     assert [record.number for _, record in one.resends({THREE})] == [2]
 
 
+def test_an_earlier_copy_with_the_newest_record_lacks_what_was_decided_alone() -> None:
+    one = _primary(ONE)
+    log = one.primaries[RANGE].log
+    log.decide_alone()
+    one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
+    ((_, snapshot),) = snapshots_of(one, 0.0)
+    one.acked(THREE, Ack(RANGE, snapshot.number - 1, EPOCH), 0.1)
+    one.backup_requests(0.1)
+    assert not log.backups
+    one.acked(THREE, Ack(RANGE, snapshot.number, EPOCH), 0.1)
+    one.backup_requests(0.1)
+    assert log.backups == (THREE,)
+
+
 def test_a_server_without_room_is_given_nothing() -> None:
     one = _primary(ONE)
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
