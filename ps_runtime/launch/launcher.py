@@ -35,6 +35,7 @@ from ps_core.errors import InvalidConfig, Recovering, WaitExpired
 from ps_runtime.cluster import join_secret
 from ps_runtime.launch import role_entry
 from ps_runtime.launch.cluster_shape import ClusterShape
+from ps_runtime.launch.held_ports import HeldPorts
 from ps_runtime.launch.role_environment import role_environment
 from ps_runtime.observe import logs
 
@@ -289,6 +290,8 @@ class Launcher:
         self._lock = threading.Lock()
         self._processes: list[RoleProcess] = []
         self._is_stopping = False
+        self.held_ports = HeldPorts()
+        """Ports for roles that are started again; the launcher's `stop` lets them go."""
 
     @property
     def processes(self) -> tuple[RoleProcess, ...]:
@@ -373,6 +376,7 @@ class Launcher:
         for kind in ("worker", "server", "scheduler"):
             self.end(kind, grace_s)
         self._forker.shutdown()
+        self.held_ports.close()
         self._ready_directory.cleanup()
 
     def end(self, kind: str, grace_s: float) -> None:
@@ -448,8 +452,8 @@ def start_scheduler(
     join_secret.ensure(os.environ)
     bare = RoleCommand("scheduler", None, "scheduler", environment=shape.environment)
     arguments = (
-        f"--listen={shape.listen}",
-        "--http-listen=127.0.0.1:0",
+        f"--listen={launcher.held_ports.hold(shape.listen)}",
+        f"--http-listen={launcher.held_ports.hold('127.0.0.1:0')}",
         *shape.scheduler_arguments,
         f"--ready-file={launcher.ready_file(bare)}",
         f"--drain-grace-s={_DRAIN_GRACE_S}",

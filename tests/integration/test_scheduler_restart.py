@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import shutil
+import socket
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -79,6 +80,16 @@ def test_five_kills_of_the_scheduler_under_load_are_no_event(scene: Scene) -> No
         assert not cluster.lines(server.process, "event=(fenced|registering_again)")
         assert len(cluster.lines(server.process, "event=registered")) == 1
     assert scene.tables("made afterwards")
+
+
+def test_nobody_gets_the_port_of_a_killed_scheduler_before_it_is_back(scene: Scene) -> None:
+    cluster = scene.cluster
+    cluster.kill_scheduler()
+    host, port = cluster.address.split(":")
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind((host, int(port)))
+    cluster.start_scheduler_again()
+    assert cluster.views.newest.cluster_id
 
 
 @pytest.mark.thorough
