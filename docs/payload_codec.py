@@ -64,3 +64,16 @@ def decode_sign(payload: bytes, element_count: int) -> npt.NDArray[np.float32]:
     bits = np.unpackbits(packed, count=element_count, bitorder="little")
     own = scales[np.arange(element_count) // SCALED_GROUP_COUNT]
     return np.where(bits == 1, own, -own)
+
+
+def encode_sparse(elements: npt.ArrayLike, places: npt.ArrayLike) -> bytes:
+    """A SPARSE payload."""
+    return np.array(elements, "<f4").tobytes() + np.array(places, "<u4").tobytes()
+
+
+def decode_sparse(payload: bytes, element_count: int) -> npt.NDArray[np.float32]:
+    """Values of a SPARSE payload: zero but for those that are sent."""
+    count = len(payload) // 8
+    found = np.zeros(element_count, np.float32)
+    found[np.frombuffer(payload, "<u4", offset=4 * count)] = np.frombuffer(payload, "<f4", count)
+    return found

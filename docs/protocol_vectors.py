@@ -52,6 +52,10 @@ SIGN_PAYLOADS = (
     ((0.5,), 3, "05"),
     ((0.1, 2.0**-20), 258, "00ff0f" * 10 + "a50a" + "fd"),
 )
+SPARSE_PAYLOADS = (
+    (3, (0.5, -1.0), (0, 2)),
+    (300, (0.1, -(2.0**-20), 3.0, 1.0), (7, 255, 256, 299)),
+)
 CONTRIBUTIONS = (
     ((1.0, -2.0, 0.5), (0.1, 0.2, 0.3)),
     ((1.0, 0.1, -7.7, 2.5), (0.3, 0.1, 1e-3, 2.5), (3.3, 0.1, 5.9, 2.7)),
@@ -198,6 +202,16 @@ def sign_vectors() -> list[dict[str, Any]]:
     for scales, count, bits in SIGN_PAYLOADS:
         payload = np.array(scales, "<f4").tobytes() + bytes.fromhex(bits)
         decoded = codecs.decode_sign(payload, count).tolist()
+        found.append({"elements": count, "hex": payload.hex(), "decoded": decoded})
+    return found
+
+
+def sparse_vectors() -> list[dict[str, Any]]:
+    """SPARSE payloads, and what they decode to."""
+    found = []
+    for count, elements, places in SPARSE_PAYLOADS:
+        payload = codecs.encode_sparse(elements, places)
+        decoded = codecs.decode_sparse(payload, count).tolist()
         found.append({"elements": count, "hex": payload.hex(), "decoded": decoded})
     return found
 
@@ -349,6 +363,7 @@ def vectors() -> dict[str, Any]:
         "codecs": codec_vectors(),
         "int8": int8_vectors(),
         "sign": sign_vectors(),
+        "sparse": sparse_vectors(),
         "reduction": reduction_vectors(),
         "sgd": sgd_vectors(),
         "rows": row_vectors(),

@@ -15,52 +15,23 @@ Invariants:
     Q8-1  decoded(payload) + what is left = the gradient + what was left before, as float32 rounds;
           of groups that are finite.
 
-Loops that numba compiles, where it is installed (the extra `rows`), give the bits that passes of
-numpy give, ten times as fast. Loading them reads files, so a server does it on a thread.
+Compiled loops are ten times as fast as passes of numpy.
 """
 
 from __future__ import annotations
-
-import contextlib
-import importlib
-from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 
 from ps_core.codecs import int8_passes
 from ps_core.codecs.int8_passes import Floats
+from ps_core.codecs.kernels import Kernels
 from ps_core.tables.elements import SCALED_GROUP_COUNT
 
 Bytes = npt.NDArray[np.uint8]
 
 
-class Kernels:
-    """The module that does the work."""
-
-    def __init__(self) -> None:
-        self._module: ModuleType = int8_passes
-        self._are_used = self._are_final = False
-
-    def load(self) -> None:
-        """Load the compiled loops, if numba is there; blocks for a second, or for some where they
-        must be compiled. Any thread: until it has ended, others go on with passes of numpy.
-        """
-        self._are_final = True  # at once: who asks next need not call this, too
-        with contextlib.suppress(ImportError):  # numba is missing, or of no use beside this numpy
-            self._module = importlib.import_module("ps_core.codecs.int8_loops")
-
-    def must_load(self) -> bool:
-        """True once they have been used, until somebody calls `load`."""
-        return self._are_used and not self._are_final
-
-    def used(self) -> ModuleType:
-        """The module that is there."""
-        self._are_used = True
-        return self._module
-
-
-KERNELS = Kernels()
+KERNELS = Kernels(int8_passes, "ps_core.codecs.int8_loops")
 """Those of this process."""
 
 

@@ -37,8 +37,8 @@ def encode(
     with np.errstate(over="ignore", invalid="ignore"):
         np.add(gradient, before, out=left)
         factors, is_finite = _scaled(left, scales)
-        draws = _draws(len(left), key) * np.float32(1 / 65536)
-        _to_numbers(left, factors, draws + np.float32(0), numbers)
+        drawn = draws(len(left), key) * np.float32(1 / 65536)
+        _to_numbers(left, factors, drawn + np.float32(0), numbers)
         left -= numbers.astype(np.float32) * _spread(scales, len(left))
     if not is_finite.all():
         broken = ~_spread(is_finite, len(left))
@@ -77,7 +77,7 @@ def _to_numbers(
     numbers[:] = np.clip(finite.astype(np.int32) - (MOST + 1), -MOST, MOST)
 
 
-def _draws(count: int, key: np.uint32) -> npt.NDArray[np.float32]:
+def draws(count: int, key: np.uint32) -> npt.NDArray[np.float32]:
     """16 bits of a hash for each element."""
     x = np.arange(count, dtype=np.uint32) * np.uint32(GOLDEN) + key
     x = (x ^ (x >> np.uint32(16))) * np.uint32(FACTOR_1)

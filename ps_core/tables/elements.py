@@ -20,7 +20,9 @@ class DType(Enum):
 
 
 class Codec(Enum):
-    """Encoding of a payload's elements: raw little-endian arrays, or scaled integers."""
+    """Encoding of a payload's elements: raw little-endian arrays, scaled integers, or some of the
+    elements with their places.
+    """
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -28,17 +30,23 @@ class Codec(Enum):
     FP64 = "fp64"
     INT8 = "int8"
     SIGN = "sign"
+    SPARSE = "sparse"
 
     __hash__ = object.__hash__
 
     @property
-    def is_scaled(self) -> bool:
-        """True if elements are numbers of few bits, and several share a scale."""
-        return self in _SCALED_BITS
+    def is_raw(self) -> bool:
+        """True if a payload is an array of its elements."""
+        return self in _RAW_BYTES
+
+    @property
+    def is_for_pushes_alone(self) -> bool:
+        """True if a payload leaves out what later pushes bring: no codec of values."""
+        return self in (Codec.SIGN, Codec.SPARSE)
 
     @property
     def element_bits(self) -> int:
-        """Bits of one element; a scale that several share does not count."""
+        """Bits of one element; a scale that several share does not count. Not of SPARSE."""
         return _SCALED_BITS.get(self) or 8 * _RAW_BYTES[self]
 
     @property
@@ -47,7 +55,9 @@ class Codec(Enum):
         return _RAW_BYTES[self]
 
     def payload_bytes(self, element_count: int) -> int:
-        """Bytes of a payload of so many elements."""
+        """Bytes of a payload of so many elements; of SPARSE, of so many that are sent."""
+        if self is Codec.SPARSE:
+            return element_count * SPARSE_ELEMENT_BYTES
         bits = _SCALED_BITS.get(self)
         if bits is None:
             return element_count * _RAW_BYTES[self]
@@ -56,6 +66,9 @@ class Codec(Enum):
 
 SCALED_GROUP_COUNT = 256
 """Elements of an INT8 or SIGN payload that share a scale; the last group may be shorter."""
+
+SPARSE_ELEMENT_BYTES = 8
+"""Bytes of an element of a SPARSE payload and its place."""
 
 _RAW_BYTES = {Codec.FP32: 4, Codec.FP16: 2, Codec.BF16: 2, Codec.FP64: 8}
 _SCALED_BITS = {Codec.INT8: 8, Codec.SIGN: 1}
@@ -70,14 +83,22 @@ NATIVE_CODEC = {
 """The codec of a table's own dtype."""
 
 
-def check_length(payload_bytes: int, codec: Codec, element_count: int) -> None:
-    """Raise InvalidTensor unless the payload has the length of `element_count` elements."""
-    expected = codec.payload_bytes(element_count)
-    if payload_bytes != expected:
-        raise InvalidTensor(
-            f"payload has {payload_bytes} bytes; expected {expected} "
-            f"({element_count} elements of {codec.value})"
-        )
+def check_length(
+    payload_bytes: int, codec: Codec, element_count: int, what: str = "payload"
+) -> None:
+    """Raise InvalidTensor unless a payload can have this length for `element_count` elements."""
+    most = codec.payload_bytes(element_count)
+    if payload_bytes == most:
+        return
+    expected = f"{most}"
+    if codec is Codec.SPARSE:
+        if payload_bytes % SPARSE_ELEMENT_BYTES == 0 and 0 < payload_bytes <= most:
+            return
+        expected = f"a multiple of {SPARSE_ELEMENT_BYTES}, at most {most}"
+    raise InvalidTensor(
+        f"{what} has {payload_bytes} bytes; expected {expected} "
+        f"({element_count} elements of {codec.value})"
+    )
 
 
 class InitializerKind(Enum):

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ps_core.codecs import scaled as scaled_codecs
+from ps_core.codecs import payloads
 from ps_core.errors import InvalidKeys, InvariantViolation
 from ps_core.tables.elements import Codec, presence_bytes
 from ps_server.values.buffer_pool import BufferPool
@@ -84,19 +84,22 @@ def view(payload: bytes | memoryview, codec: Codec) -> Tensor:
 
 def decode(payload: bytes | memoryview, codec: Codec, target: Tensor) -> bool:
     """Write a payload's elements to `target`, of as many elements and any dtype. True: all are
-    finite, which scales say without a look at each element. False: that is not known.
+    finite, which most payloads say without a look at each element. False: that is not known.
+
+    Raises:
+        InvalidTensor: a place of a SPARSE payload is wrong.
     """
-    if not codec.is_scaled:
+    if codec.is_raw:
         target.copy_(view(payload, codec))
         return False
     raw = _aligned(np.frombuffer(payload, np.uint8))
     if target.dtype is torch.float32:
-        scaled_codecs.decode(codec, raw, target.numpy())
+        payloads.decode(codec, raw, target.numpy())
     else:
         elements = np.empty(target.numel(), np.float32)
-        scaled_codecs.decode(codec, raw, elements)
+        payloads.decode(codec, raw, elements)
         target.copy_(torch.from_numpy(elements))
-    return scaled_codecs.is_finite(codec, raw, target.numel())
+    return payloads.is_finite(codec, raw, target.numel())
 
 
 def _aligned(raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

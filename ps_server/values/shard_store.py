@@ -41,7 +41,7 @@ from ps_core.errors import (
     UpdateFailed,
 )
 from ps_core.keys import Incarnation
-from ps_core.tables.elements import NATIVE_CODEC, Codec
+from ps_core.tables.elements import NATIVE_CODEC, Codec, check_length
 from ps_core.tables.optimizers import Hyperparameters
 from ps_core.tables.table import Table
 from ps_core.work import PIECE_COUNT, Work, at_once, pieces_of
@@ -173,18 +173,18 @@ class ShardStore:
         present = contributions.presence_mask(self._name, block, count, presence)
         self._check_codec(codec)
         view = memoryview(payload)
-        expected = codec.payload_bytes(state.length)
-        if view.nbytes != expected:
-            raise InvalidTensor(
-                f"block {block} of table '{self._name}': the payload has {view.nbytes} bytes; "
-                f"expected {expected} ({state.length} elements of {codec.value})"
-            )
+        what = f"block {block} of table '{self._name}': the payload"
+        check_length(view.nbytes, codec, state.length, what)
         is_owned = is_shared or codec is not self._codec or not view.readonly
         is_finite = False  # it is not known
         if is_owned:  # before the check: what is checked must not change any more
             source = contributions.take_padded(self._pool, state.length, self._dtype)
             target = contributions.head(source, state.length)
-            is_finite = contributions.decode(payload, codec, target) and not is_shared
+            try:
+                is_finite = contributions.decode(payload, codec, target) and not is_shared
+            except InvalidTensor as error:
+                self._pool.give_back(source)
+                raise InvalidTensor(f"{what} has {error}") from error
         else:
             source = contributions.view(payload, codec)
         part = Contribution(block, state.length, source, present, state.bounds, is_owned)
@@ -584,8 +584,10 @@ class ShardStore:
         state = self._state(block)
         codec = NATIVE_CODEC[self.table.spec.dtype] if codec is None else codec
         self._check_codec(codec)
-        if codec is Codec.SIGN:
-            raise InvalidTensor("a pull cannot have codec sign; expected fp32, fp16, bf16 or int8")
+        if codec.is_for_pushes_alone:
+            raise InvalidTensor(
+                f"a pull cannot have codec {codec.value}; expected fp32, fp16, bf16 or int8"
+            )
         if not self._arithmetic.is_aggregate:
             if codec is self._codec:
                 return self._payloads[block], b""

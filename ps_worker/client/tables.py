@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView
-from ps_core.codecs import int8
+from ps_core.codecs import payloads
 from ps_core.consistency import Consistency, Mode, parsed
 from ps_core.errors import (
     InvalidConfig,
@@ -37,7 +37,7 @@ from ps_runtime.system.clock import now_s
 from ps_runtime.system.future_waits import wait_until_ended
 from ps_worker.client.connection import GRACE_S, ClientConnection, lost_server
 from ps_worker.compression.push_encoder import PushEncoder
-from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs, codecs_of
+from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs, codecs_of, name_of
 from ps_worker.spec.rows import MAX_PULLED_COUNT, CutIds, RowBatch
 from ps_worker.spec.settings import (
     Layout,
@@ -188,9 +188,10 @@ class ClientTables:
         handle = self._handles.get(table.table_id)
         if handle is None:
             encoder = None
-            if Codec.INT8 in (codecs.push, codecs.pull):
-                int8.KERNELS.load()
+            if codecs.pull is not None:
+                payloads.load_kernels(codecs.pull)
             if codecs.push is not None and not self._connection.is_reader:
+                payloads.load_kernels(codecs.push.codec)
                 encoder = PushEncoder(table, codecs.push, self._engine.session.rank)
             steps = TableSteps(
                 table,
@@ -520,10 +521,10 @@ def _check_codecs(handle: TableHandle, codecs: TableCodecs, chosen: Mapping[str,
         ("push_codec", codecs.push, handle.codecs.push),
         ("pull_codec", codecs.pull, handle.codecs.pull),
     ):
-        if chosen.get(option) is not None and wanted is not own:
+        if chosen.get(option) is not None and wanted != own:
             raise InvalidConfig(
                 f"{option} of table '{handle.name}' is {chosen[option]}, but this client opened it "
-                f"with {'none' if own is None else own.value}; a table has one handle"
+                f"with {name_of(own)}; a table has one handle"
             )
 
 

@@ -8,7 +8,8 @@ Rules:
       serves the next.
     - Elements of absent tensors count as zero, and leave their residuals alone.
     - INT8 rounds at random, with draws that are a function of (rank, clock, block, element): a run
-      can be repeated. It feeds back what it rounds off, and SIGN all but a sign.
+      can be repeated; so does a SPARSE codec that draws its places. INT8 feeds back what it rounds
+      off, SIGN all but a sign, SPARSE what it leaves out.
     - 16 bits keep eight or eleven bits of each element, small or large, and feed nothing back.
 """
 
@@ -24,13 +25,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ps_core.codecs import scaled
+from ps_core.codecs import int8, payloads, sign, sparse
 from ps_core.codecs.int8 import Bytes
 from ps_core.codecs.int8_passes import Floats
 from ps_core.errors import InvalidTensor
 from ps_core.tables.elements import NATIVE_CODEC, Codec, unpack_presence
 from ps_core.tables.table import Table
 from ps_worker.compression.residuals import Residuals
+from ps_worker.compression.table_codecs import PushCodec
 from ps_worker.spec.values import BlockValues
 
 _PLACE = Struct("<QQQ")
@@ -49,16 +51,17 @@ class PushEncoder:
     """Encodes one worker's pushes to one table. Not thread-safe.
 
     Args:
-        codec: another than the table's own.
+        push: its codec is another than the table's own.
         rank: the worker's; draws of different ranks differ.
     """
 
-    def __init__(self, table: Table, codec: Codec, rank: int) -> None:
-        self.codec = codec
+    def __init__(self, table: Table, push: PushCodec, rank: int) -> None:
+        self.codec = push.codec
+        self._push = push
         self._table = table
         self._rank = rank
         self._native = NATIVE_CODEC[table.spec.dtype]
-        self._residuals = Residuals(table) if codec.is_scaled else None
+        self._residuals = None if push.codec.is_raw else Residuals(table)
         self._steps: dict[int, _Step] = {}
         self._free: dict[int, list[Bytes]] = {}
 
@@ -79,7 +82,7 @@ class PushEncoder:
         if block in step.newest:
             step.replaced.append(step.newest.pop(block))
         length = self._table.block_length(block)
-        size = self.codec.payload_bytes(length)
+        size = self._push.payload_bytes(length, clock)
         free = self._free.get(size)
         out = free.pop() if free else np.empty(size, np.uint8)
         step.newest[block] = out
@@ -91,10 +94,10 @@ class PushEncoder:
             gradient = self._elements(payload, length)
             mask = self._absent(block, presence)
             if mask is None:
-                scaled.encode_gradient(self.codec, gradient, before, left, out, key)
+                self._compress(gradient, before, left, out, key)
             else:
                 own, there = (np.where(mask, np.float32(0), each) for each in (gradient, before))
-                scaled.encode_gradient(self.codec, own, there, left, out, key)
+                self._compress(own, there, left, out, key)
                 left[mask] = before[mask]
         return out.data
 
@@ -124,7 +127,7 @@ class PushEncoder:
             payload = step.newest.get(block)
             if payload is not None and self._residuals is not None:
                 elements = np.empty(self._table.block_length(block), np.float32)
-                scaled.decode(self.codec, payload, elements)
+                payloads.decode(self.codec, payload, elements)
                 self._residuals.give_back(block, elements, step.scale)
         for payload in (*step.newest.values(), *step.replaced):
             self._free.setdefault(payload.nbytes, []).append(payload)
@@ -159,6 +162,19 @@ class PushEncoder:
         _casts().convert(payload, self._native, found.data.cast("B"), Codec.FP32)
         return found
 
+    def _compress(
+        self, gradient: Floats, before: Floats, left: Floats, out: Bytes, key: int
+    ) -> None:
+        """Encode a gradient plus what earlier ones have left, and write what this one leaves."""
+        if self.codec is Codec.INT8:
+            int8.encode_gradient(gradient, before, left, out, key)
+        elif self.codec is Codec.SIGN:
+            sign.encode_gradient(gradient, before, left, out)
+        elif self._push.is_random:
+            sparse.encode_random(gradient, before, left, out, key)
+        else:
+            sparse.encode_largest(gradient, before, left, out)
+
     def _narrow(self, block: int, payload: memoryview, out: Bytes) -> None:
         casts = _casts()
         casts.convert(payload, self._native, out, self.codec)
@@ -185,16 +201,16 @@ class PushEncoder:
 
 def decode_into(payload: memoryview, codec: Codec, out: Bytes, native: Codec) -> None:
     """Write a payload's elements as those of a table. Shapes: `out` has them in codec `native`."""
-    if not codec.is_scaled:
+    if codec.is_raw:
         _casts().convert(payload, codec, out, native)
         return
     raw = np.frombuffer(payload, np.uint8)
     raw = raw if raw.ctypes.data % 4 == 0 else raw.copy()
     if native is Codec.FP32:
-        scaled.decode(codec, raw, out.view(np.float32))
+        payloads.decode(codec, raw, out.view(np.float32))
         return
     found = np.empty(out.nbytes // native.element_bytes, np.float32)
-    scaled.decode(codec, raw, found)
+    payloads.decode(codec, raw, found)
     _casts().convert(found.data.cast("B"), Codec.FP32, out, native)
 
 

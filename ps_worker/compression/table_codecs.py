@@ -4,26 +4,127 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ps_core.errors import InvalidConfig
 from ps_core.tables.elements import NATIVE_CODEC, Codec
 from ps_core.tables.optimizers import OptimizerKind
 from ps_core.tables.table_spec import TableSpec
 
+_Number = TypeVar("_Number", int, float)
+
 NONE = "none"
 """No codec: payloads are of the table's own dtype."""
 
+TOP_K, RANDOM_K = "topk", "randomk"
+"""Names of the two ways to pick the elements of a SPARSE payload."""
+
 PULL_CHOICES = (NONE, *(codec.value for codec in (Codec.FP32, Codec.FP16, Codec.BF16, Codec.INT8)))
-PUSH_CHOICES = (*PULL_CHOICES, Codec.SIGN.value)
-"""A pull has no feedback, and signs without it are no values."""
+"""A pull has no feedback, and without it signs and a few elements are no values."""
+
+PUSH_CHOICES = (*PULL_CHOICES, Codec.SIGN.value, TOP_K, RANDOM_K)
+
+DEFAULT_SHARE, MOST_SHARE = 0.01, 0.5
+"""Of the elements that a step sends; with a half of them, places cost what the others would."""
+
+_FIRST_SHARE = 0.25
+"""Of the first step of a warm-up."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushCodec:
+    """How gradients travel.
+
+    Attributes:
+        codec: on the wire.
+        share: SPARSE: of a block's elements, those that a step sends; at least one is.
+        is_random: SPARSE: they are drawn; False: they are the largest.
+        warm_up_count: SPARSE: steps of a table in which the share falls from a quarter, by the same
+            factor in each (Lin et al., Deep Gradient Compression, 2018).
+    """
+
+    codec: Codec
+    share: float = 0.0
+    is_random: bool = False
+    warm_up_count: int = 0
+
+    @classmethod
+    def parsed(cls, text: str) -> PushCodec:
+        """The codec of a choice other than "none", such as "int8", "topk:0.01" or "topk:0.01:500".
+
+        Raises:
+            InvalidConfig: there is no such codec, or a number is wrong.
+        """
+        name, *numbers = text.split(":")
+        if name not in (TOP_K, RANDOM_K):
+            if text not in PUSH_CHOICES:
+                raise InvalidConfig(
+                    f"push_codec is {text!r}; expected one of {', '.join(PUSH_CHOICES)}"
+                )
+            return cls(Codec(text))
+        share, warm_up = [*numbers, *("", "")][:2]
+        found = cls(
+            Codec.SPARSE,
+            _number(float, share, text) if share else DEFAULT_SHARE,
+            name == RANDOM_K,
+            _number(int, warm_up, text) if warm_up else 0,
+        )
+        if len(numbers) > 2 or not 0 < found.share < MOST_SHARE or found.warm_up_count < 0:
+            raise _wrong(text)
+        return found
+
+    def __str__(self) -> str:
+        if self.codec is not Codec.SPARSE:
+            return self.codec.value
+        name = RANDOM_K if self.is_random else TOP_K
+        return f"{name}:{self.share:g}" + f":{self.warm_up_count}" * (self.warm_up_count > 0)
+
+    def payload_bytes(self, element_count: int, clock: int) -> int:
+        """Bytes of the payload of so many elements in the step of that clock."""
+        if self.codec is Codec.SPARSE:
+            element_count = max(1, round(self._share_at(clock) * element_count))
+        return self.codec.payload_bytes(element_count)
+
+    def _share_at(self, clock: int) -> float:
+        if clock > self.warm_up_count or self.share > _FIRST_SHARE:
+            return self.share
+        done = (clock - 1) / self.warm_up_count
+        return _FIRST_SHARE * (self.share / _FIRST_SHARE) ** done
+
+    def saves(self, native: Codec) -> bool:
+        """True if payloads have fewer bytes than those of a table's own codec."""
+        if self.codec is Codec.SPARSE:
+            return self.share * Codec.SPARSE.payload_bytes(1) < native.element_bytes
+        return self.codec.element_bits < native.element_bits
+
+
+def _number(kind: type[_Number], digits: str, text: str) -> _Number:
+    try:
+        return kind(digits)
+    except ValueError:
+        raise _wrong(text) from None
+
+
+def _wrong(text: str) -> InvalidConfig:
+    return InvalidConfig(
+        f"push_codec is {text!r}; expected NAME:SHARE or NAME:SHARE:STEPS, with a share above 0 and "
+        f"below {MOST_SHARE} and the steps of a warm-up, such as {TOP_K}:{DEFAULT_SHARE}:500"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class TableCodecs:
     """The codecs of a worker's pushes and pulls of a table; None: the table's own."""
 
-    push: Codec | None = None
+    push: PushCodec | None = None
     pull: Codec | None = None
+
+
+def name_of(codec: PushCodec | Codec | None) -> str:
+    """The choice of a push's or a pull's codec, as a script writes it."""
+    if codec is None:
+        return NONE
+    return codec.value if isinstance(codec, Codec) else str(codec)
 
 
 OWN_CODECS = TableCodecs()
@@ -43,36 +144,32 @@ def codecs_of(
     Raises:
         InvalidConfig: no such codec, or none for this table.
     """
-    push, pull = defaults
-    return TableCodecs(
-        _chosen("push_codec", spec, chosen.get("push_codec"), push),
-        _chosen("pull_codec", spec, chosen.get("pull_codec"), pull),
-    )
+    push = _chosen("push_codec", spec, chosen.get("push_codec"), defaults[0])
+    pull = _chosen("pull_codec", spec, chosen.get("pull_codec"), defaults[1])
+    return TableCodecs(push, None if pull is None else pull.codec)
 
 
-def check_codec(option: str, name: object) -> None:
-    """InvalidConfig unless there is a codec of this name, or it is "none"."""
-    choices = PUSH_CHOICES if option == "push_codec" else PULL_CHOICES
-    if name not in choices:
-        raise InvalidConfig(f"{option} is {name!r}; expected one of {', '.join(choices)}")
+def check_codec(option: str, name: object) -> PushCodec | None:
+    """The codec of this name, None for "none"; InvalidConfig if there is none for the option."""
+    if option == "pull_codec" and name not in PULL_CHOICES:
+        raise InvalidConfig(f"{option} is {name!r}; expected one of {', '.join(PULL_CHOICES)}")
+    return None if name == NONE else PushCodec.parsed(str(name))
 
 
-def _chosen(option: str, spec: TableSpec, name: object, default: str) -> Codec | None:
-    wanted = default if name is None else name
-    check_codec(option, wanted)
-    if wanted == NONE:
+def _chosen(option: str, spec: TableSpec, name: object, default: str) -> PushCodec | None:
+    codec = check_codec(option, default if name is None else name)
+    if codec is None:
         return None
-    codec = Codec(wanted)
     reason = _why_not(spec, codec)
     if reason and name is not None:
-        raise InvalidConfig(f"{option} of table '{spec.name}' is {wanted}, but {reason}")
+        raise InvalidConfig(f"{option} of table '{spec.name}' is {codec}, but {reason}")
     return None if reason else codec
 
 
-def _why_not(spec: TableSpec, codec: Codec) -> str:
+def _why_not(spec: TableSpec, codec: PushCodec) -> str:
     if spec.rows is not None:
         return "a table of rows has none; its `storage` takes fewer bits"
-    if codec.element_bits >= NATIVE_CODEC[spec.dtype].element_bits:
+    if not codec.saves(NATIVE_CODEC[spec.dtype]):
         return f"the table's own {spec.dtype.value} takes no more bytes; expected none"
     if spec.optimizer.kind is OptimizerKind.ASSIGN:
         return "ASSIGN takes values, which nothing corrects later; expected none"

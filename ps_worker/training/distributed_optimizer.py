@@ -120,10 +120,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             computes and pushes blocks anew that were too stale, before it gives them up. 0: never;
             nor does `step` without closure.
         push_codec (str | None, the client's): how gradients travel: "none", as their dtype; "bf16"
-            or "fp16"; "int8", a byte an element, or "sign", a bit, whose rounding errors go with
-            the next gradients and into checkpoints. `docs/guides/COMPRESSION.md` compares them.
-        pull_codec (str | None, the client's): how parameters travel to this worker, likewise,
-            but for "sign"; "int8" rounds them to the nearest, and nothing is fed back.
+            or "fp16"; "int8", a byte an element; "sign", a bit; "topk:0.01", the largest hundredth
+            of each block, or "randomk:0.01", a random one. What these four leave out goes with the
+            next gradients and into checkpoints. `docs/guides/COMPRESSION.md` compares them.
+        pull_codec (str | None, the client's): how parameters travel to this worker: "none", "bf16",
+            "fp16", or "int8", which rounds them to the nearest: nothing is fed back.
 
     Attributes:
         results: the results of the last step, one a table: blocks that were too stale
@@ -555,7 +556,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if residuals is not None:
             checkpoints.attach(name, residuals, per_rank=True)
         elif checkpoints.restored_state(name, per_rank=True):
-            logs.warning("residuals_dropped", table=table.name, remedy="push_codec int8 or sign")
+            logs.warning("residuals_dropped", table=table.name, remedy="push_codec int8, sign, topk or randomk")
 
     def _start_from_rank_zero(
         self, tables: Sequence[TrainedTable | BufferTable], rows: Sequence[TrainedRows] = ()

@@ -195,6 +195,11 @@ BAD_READS: dict[str, tuple[Ask, str, tuple[str, ...]]] = {
         "INVALID_TENSOR",
         ("a pull cannot have codec sign; expected fp32, fp16, bf16 or int8",),
     ),
+    "codec of a few elements": (
+        lambda read, _: setattr(read, "codec", types.CODEC_SPARSE),
+        "INVALID_TENSOR",
+        ("a pull cannot have codec sparse",),
+    ),
     "consistent at a clock that has passed": (
         lambda read, _: setattr(read, "consistent", True),
         "ALREADY_PAST",

@@ -144,6 +144,23 @@ def test_signs_take_a_bit_an_element_and_all_else_comes_later(
         created([client], pull_codec="sign")
 
 
+@pytest.mark.parametrize("way", ["topk", "randomk"])
+def test_a_hundredth_of_the_elements_goes_and_all_else_comes_later(
+    pairs: dict[str, list[ps.Client]], way: str
+) -> None:
+    """RES-1, on both lanes."""
+    expected = -sum(gradient(number).astype(np.float64) for number in range(12))
+    for lane in LANES:
+        client = pairs[lane][0]
+        (table,) = created([client], push_codec=f"{way}:0.01")
+        before = client.progress().pushed_bytes
+        values = trained(client, table)
+        pushed_bytes = client.progress().pushed_bytes - before
+        assert pushed_bytes == pytest.approx(12 * SIZE * 0.08, rel=1e-2)
+        np.testing.assert_allclose(values - left_of(table), expected, atol=1e-2)
+        assert np.count_nonzero(values) <= 12 * SIZE * 0.0101
+
+
 def test_a_gradient_that_is_not_finite_is_refused_as_any_and_leaves_nothing(
     pairs: dict[str, list[ps.Client]],
 ) -> None:

@@ -22,12 +22,16 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "ps_core.codecs.int8": ("tests/unit/test_int8.py", "tests/unit/test_residuals.py", _VECTORS),
     "ps_core.codecs.int8_passes": ("tests/unit/test_int8.py",),
-    "ps_core.codecs.scaled": (
+    "ps_core.codecs.kernels": ("tests/unit/test_int8.py",),
+    "ps_core.codecs.payloads": (
         "tests/unit/test_residuals.py",
         "tests/unit/test_sign.py",
+        "tests/unit/test_sparse.py",
         "tests/property/test_shard_store.py",
     ),
     "ps_core.codecs.sign": ("tests/unit/test_sign.py", _VECTORS),
+    "ps_core.codecs.sparse": ("tests/unit/test_sparse.py", _VECTORS),
+    "ps_core.codecs.sparse_passes": ("tests/unit/test_sparse.py",),
     "ps_core.collective_calls": ("tests/unit/test_collective_calls.py",),
     "ps_core.consistency": ("tests/unit/test_consistency_settings.py", _WORDS),
     "ps_core.envelope": ("tests/unit/test_envelope.py",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
@@ -118,6 +118,11 @@ def sign_of(scale: float) -> bytes:
     return np.array([scale], "<f4").tobytes() + b"\xff" * 8
 
 
+def sparse(elements: list[float], places: Iterable[int]) -> tuple[int, Codec, bytes, bytes]:
+    """Some elements of block 0."""
+    return 0, Codec.SPARSE, raw.encode_sparse(elements, [*places]), b""
+
+
 BAD = [
     pytest.param((5, Codec.FP32, ones(64), b""), InvalidKeys, "block 5", id="no-such-block"),
     pytest.param((-1, Codec.FP32, ones(64), b""), InvalidKeys, "block -1", id="negative-block"),
@@ -147,6 +152,12 @@ BAD = [
     pytest.param((0, Codec.SIGN, sign_of(math.nan), b""), InvalidTensor, "'t0'", id="sign-nan"),
     pytest.param((0, Codec.SIGN, sign_of(0.5)[:-1], b""), InvalidTensor, "12", id="sign-short"),
     pytest.param((0, Codec.SIGN, sign_of(0.5) + b"x", b""), InvalidTensor, "12", id="sign-long"),
+    pytest.param(sparse([math.nan], [3]), InvalidTensor, "'t0'", id="sparse-nan"),
+    pytest.param(sparse([], []), InvalidTensor, "a multiple of 8, at most 512", id="sparse-empty"),
+    pytest.param(sparse([1.0] * 65, range(65)), InvalidTensor, "520 bytes", id="sparse-long"),
+    pytest.param(sparse([1.0], [64]), InvalidTensor, "block 0 .* not below 64", id="sparse-beyond"),
+    pytest.param(sparse([1, 2], [5, 5]), InvalidTensor, "not ascending", id="sparse-twice"),
+    pytest.param(sparse([1, 2], [5, 4]), InvalidTensor, "not ascending", id="sparse-back"),
 ]  # fmt: skip
 
 

@@ -220,7 +220,7 @@ def lengths_of(table: Table, block: int) -> tuple[int, ...]:
     return _lengths(table.spec.element_count, table.spec.block_elements, block)
 
 
-_CODECS = (Codec.FP32, Codec.INT8, Codec.BF16, Codec.INT8, Codec.FP16)
+_CODECS = (Codec.FP32, Codec.INT8, Codec.BF16, Codec.SPARSE, Codec.INT8, Codec.FP16)
 """Each push comes in one of them; all of them hold the numbers of the simulation exactly."""
 
 
@@ -238,6 +238,9 @@ def _payload(table: Table, grad: Grad) -> tuple[Codec, bytes, bytes]:
     values = np.repeat(np.array([value or 0.0 for value in found], np.float32), lengths)
     presence = pack_presence(tuple(value is not None for value in found))
     codec = _CODECS[(grad.clock + 2 * grad.rank + grad.block) % len(_CODECS)]
+    if codec is Codec.SPARSE:
+        places = np.flatnonzero(values) if values.any() else np.zeros(1, np.intp)
+        return codec, payload_codec.encode_sparse(values[places], places), presence
     if codec is not Codec.INT8:
         return codec, payload_codec.encode(values, codec), presence
     numbers = {value for value in found if value is not None}

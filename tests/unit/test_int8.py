@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ps_core.codecs import int8, int8_loops, int8_passes
 from ps_core.codecs.int8 import Bytes
 from ps_core.codecs.int8_passes import Floats
+from ps_core.codecs.kernels import Kernels
 from ps_core.tables.elements import Codec
 
 COUNTS = st.sampled_from((1, 2, 255, 256, 257, 700))
@@ -58,7 +59,7 @@ def test_loops_and_passes_decode_any_bytes_to_the_same(count: int, data: st.Data
 
 
 def test_passes_work_until_loops_are_loaded_which_is_asked_for_once() -> None:
-    kernels = int8.Kernels()
+    kernels = Kernels(int8_passes, "ps_core.codecs.int8_loops")
     assert not kernels.must_load(), "nobody has a use for them"
     assert kernels.used() is int8_passes
     assert kernels.must_load()

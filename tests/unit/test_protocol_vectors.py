@@ -135,6 +135,18 @@ def test_sign_follows_the_page() -> None:
     assert "`0000003f05` is 0.5, \N{MINUS SIGN}0.5, 0.5" in " ".join(PAGE.split())
 
 
+def test_sparse_follows_the_page() -> None:
+    for vector in VECTORS["sparse"]:
+        payload, expected = bytes.fromhex(vector["hex"]), [0.0] * vector["elements"]
+        count = len(payload) // 8
+        found = struct.unpack(f"<{count}f{count}I", payload)
+        for element, place in zip(found[:count], found[count:], strict=True):
+            expected[place] = element
+        assert vector["decoded"] == expected
+    text = "`0000003f000080bf0000000002000000` is 0.5, 0, \N{MINUS SIGN}1"
+    assert text in " ".join(PAGE.split())
+
+
 def _encoded(value: float, codec: str) -> bytes:
     if codec in FORMATS:
         return struct.pack(FORMATS[codec], value)

@@ -13,7 +13,7 @@ import pytest
 
 from docs import payload_codec as codec
 from ps_core.cluster_view import Role, Session
-from ps_core.codecs import int8, sign
+from ps_core.codecs import int8, sign, sparse
 from ps_core.keys import (
     Incarnation,
     NodeId,
@@ -105,6 +105,14 @@ def test_sign(vector: dict[str, Any]) -> None:
     decoded = np.empty(vector["elements"], np.float32)
     assert Codec.SIGN.payload_bytes(len(decoded)) == len(payload)
     sign.decode(payload, decoded)
+    assert decoded.tolist() == vector["decoded"]
+
+
+@pytest.mark.parametrize("vector", VECTORS["sparse"])
+def test_sparse(vector: dict[str, Any]) -> None:
+    payload = np.frombuffer(bytes.fromhex(vector["hex"]), np.uint8).copy()
+    decoded = np.empty(vector["elements"], np.float32)
+    sparse.decode(payload, decoded)
     assert decoded.tolist() == vector["decoded"]
 
 

@@ -18,7 +18,13 @@ from ps_core.keys import TableId
 from ps_core.tables.elements import Codec, DType, pack_presence
 from ps_core.tables.table import Table
 from ps_worker.compression.push_encoder import PushEncoder, decode_into
-from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs, codecs_of
+from ps_worker.compression.table_codecs import (
+    OWN_CODECS,
+    PushCodec,
+    TableCodecs,
+    codecs_of,
+    name_of,
+)
 from ps_worker.spec.optimizers import SGD, Assign
 from ps_worker.spec.settings import TableOptions, table_spec
 from ps_worker.spec.values import BlockValues
@@ -27,6 +33,7 @@ from ps_worker.window.push_window import StepTerms
 
 Doubles = npt.NDArray[np.float64]
 
+INT8 = PushCodec(Codec.INT8)
 BLOCK, COUNT = 64, 150
 TENSORS = (("a", 40), ("b", 60), ("c", 50))
 
@@ -101,15 +108,15 @@ def gradients(draw: np.random.Generator, block: int) -> npt.NDArray[np.float32]:
     return scaled
 
 
-@pytest.mark.parametrize("codec", [Codec.INT8, Codec.SIGN])
+@pytest.mark.parametrize("codec", ["int8", "sign", "topk:0.1", "randomk:0.1", "topk:0.05:5"])
 @given(data=st.data(), seed=st.integers(0, 2**16))
 def test_nothing_is_lost_whatever_becomes_of_the_steps(
-    codec: Codec, data: st.DataObject, seed: int
+    codec: str, data: st.DataObject, seed: int
 ) -> None:
     """Blocks pushed again, withdrawn or left out; steps skipped, and discarded late, under scales
     that change.
     """
-    draw, twin = np.random.default_rng(seed), Twin(PushEncoder(table(), codec, 1))
+    draw, twin = np.random.default_rng(seed), Twin(PushEncoder(table(), PushCodec.parsed(codec), 1))
     open_ends: list[Step] = []
     for _ in range(data.draw(st.integers(1, 12))):
         blocks = data.draw(st.lists(st.integers(0, 2), max_size=5))
@@ -128,7 +135,7 @@ def test_nothing_is_lost_whatever_becomes_of_the_steps(
 
 
 def test_what_is_applied_on_arrival_counts_though_the_step_is_skipped() -> None:
-    encoder = PushEncoder(table(), Codec.INT8, 0)
+    encoder = PushEncoder(table(), INT8, 0)
     gradient = np.linspace(-1, 1, BLOCK, dtype=np.float32)
     payload = encoder.encode(1, BlockValues(0, gradient.data.cast("B")), is_final=True)
     encoder.keep_only(1, ())
@@ -142,7 +149,7 @@ def test_what_is_applied_on_arrival_counts_though_the_step_is_skipped() -> None:
 
 def test_elements_of_absent_tensors_are_nothing_and_leave_their_residuals() -> None:
     """Whatever lies in their place."""
-    encoder = PushEncoder(table(), Codec.INT8, 0)
+    encoder = PushEncoder(table(), INT8, 0)
     gradient = np.linspace(-1, 1, BLOCK, dtype=np.float32)
     encoder.encode(1, BlockValues(0, gradient.data.cast("B")))
     encoder.sealed(1, 1.0, takes_part=True)
@@ -162,7 +169,7 @@ def test_elements_of_absent_tensors_are_nothing_and_leave_their_residuals() -> N
 
 def test_a_payload_stays_as_it_is_until_its_step_has_ended() -> None:
     """It may be sent again; then its memory serves the next."""
-    encoder = PushEncoder(table(), Codec.INT8, 0)
+    encoder = PushEncoder(table(), INT8, 0)
     gradient = np.ones(BLOCK, np.float32)
     first = encoder.encode(1, BlockValues(0, gradient.data.cast("B")))
     again = encoder.encode(1, BlockValues(0, (2 * gradient).data.cast("B")))
@@ -181,7 +188,7 @@ def test_the_same_step_has_the_same_bytes_and_another_rank_others() -> None:
     gradient = np.linspace(-1, 1, BLOCK, dtype=np.float32)
 
     def encoded(rank: int, clock: int = 1, block: int = 0) -> bytes:
-        encoder = PushEncoder(table(), Codec.INT8, rank)
+        encoder = PushEncoder(table(), INT8, rank)
         return encoder.encode(clock, BlockValues(block, gradient.data.cast("B"))).tobytes()
 
     assert encoded(0) == encoded(0)
@@ -189,23 +196,23 @@ def test_the_same_step_has_the_same_bytes_and_another_rank_others() -> None:
 
 
 def test_residuals_go_on_from_a_checkpoint() -> None:
-    encoder, gradient = PushEncoder(table(), Codec.INT8, 0), np.linspace(-1, 1, BLOCK)
+    encoder, gradient = PushEncoder(table(), INT8, 0), np.linspace(-1, 1, BLOCK)
     values = BlockValues(1, gradient.astype(np.float32).data.cast("B"))
     encoder.encode(1, values)
     encoder.sealed(1, 0.5, takes_part=True)
     saved = encoder.state_dict()
-    resumed = PushEncoder(table(), Codec.INT8, 0)
+    resumed = PushEncoder(table(), INT8, 0)
     resumed.load_state_dict(saved)
     assert resumed.encode(2, values) == encoder.encode(2, values)
     saved["residuals"] = saved["residuals"][1:]
     with pytest.raises(InvalidCheckpoint, match="149"):
-        PushEncoder(table(), Codec.INT8, 0).load_state_dict(saved)
+        PushEncoder(table(), INT8, 0).load_state_dict(saved)
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT64])
 @pytest.mark.parametrize("codec", [Codec.FP16, Codec.BF16, Codec.INT8, Codec.SIGN])
 def test_each_codec_comes_back_as_near_as_it_can(dtype: DType, codec: Codec) -> None:
-    encoder = PushEncoder(table(dtype), codec, 0)
+    encoder = PushEncoder(table(dtype), PushCodec(codec), 0)
     gradient = np.linspace(-1, 1, BLOCK).astype(dtype.value)
     payload = encoder.encode(1, BlockValues(0, gradient.data.cast("B")))
     assert payload.nbytes == codec.payload_bytes(BLOCK)
@@ -216,7 +223,7 @@ def test_each_codec_comes_back_as_near_as_it_can(dtype: DType, codec: Codec) -> 
 
 
 def test_what_fp16_cannot_hold_is_refused_with_the_remedy() -> None:
-    encoder = PushEncoder(table(), Codec.FP16, 0)
+    encoder = PushEncoder(table(), PushCodec(Codec.FP16), 0)
     gradient = np.zeros(BLOCK, np.float32)
     gradient[7] = 1e5
     with pytest.raises(InvalidTensor, match=r"element 7 in block 0 .* expected bf16 or int8"):
@@ -238,7 +245,7 @@ class _Sink:
 
 @pytest.mark.parametrize("how", ["withdrawn", "edited", "skipped"])
 def test_a_step_that_takes_nothing_in_leaves_residuals_as_they_were(how: str) -> None:
-    encoder = PushEncoder(table(), Codec.INT8, 0)
+    encoder = PushEncoder(table(), INT8, 0)
     steps = TableSteps(table(), _Sink(), encoder=encoder)
     gradient = np.linspace(-1, 1, BLOCK, dtype=np.float32)
     block = BlockValues(0, gradient.data.cast("B"))
@@ -268,5 +275,46 @@ def test_a_clients_codec_is_for_tables_that_can_have_it() -> None:
         with pytest.raises(InvalidConfig, match="push_codec of table 't' is bf16, but"):
             codecs_of(spec, {"push_codec": "bf16"}, ("none", "none"))
     plain = table_spec("t", 8, SGD(lr=1.0), {})
-    assert codecs_of(plain, {}, ("int8", "bf16")) == TableCodecs(Codec.INT8, Codec.BF16)
+    assert codecs_of(plain, {}, ("int8", "bf16")) == TableCodecs(INT8, Codec.BF16)
     assert codecs_of(plain, {"pull_codec": "none"}, ("int8", "bf16")).pull is None
+
+
+@pytest.mark.parametrize("text", ["topk:0", "topk:1", "topk:0.5", "topk:-1", "topk:nan", "topk:x"])
+def test_a_share_is_a_part_of_the_elements_that_saves_something(text: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"push_codec is '{text}'; expected NAME:SHARE"):
+        PushCodec.parsed(text)
+
+
+@pytest.mark.parametrize("text", ["topk:0.1:-1", "topk:0.1:1.5", "randomk:0.1:2:3"])
+def test_a_warm_up_is_a_number_of_steps(text: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"push_codec is '{text}'; expected NAME:SHARE"):
+        PushCodec.parsed(text)
+
+
+def test_only_pushes_have_a_share() -> None:
+    spec = table_spec("t", 8, SGD(lr=1.0), {})
+    with pytest.raises(InvalidConfig, match="pull_codec is 'topk'; expected one of none, fp32"):
+        codecs_of(spec, {"pull_codec": "topk"}, ("none", "none"))
+    with pytest.raises(InvalidConfig, match="push_codec is 'int8:0.1'; expected one of none"):
+        PushCodec.parsed("int8:0.1")
+    half = table_spec("t", 8, SGD(lr=1.0), {"dtype": "bfloat16"})
+    chosen = codecs_of(half, {"push_codec": "topk:0.2"}, ("none", "none"))
+    assert chosen.push == PushCodec(Codec.SPARSE, 0.2)
+    with pytest.raises(InvalidConfig, match="is topk:0.25, but the table's own bfloat16 takes no"):
+        codecs_of(half, {"push_codec": "topk:0.25"}, ("none", "none"))
+
+
+def test_choices_are_shown_as_they_were_made() -> None:
+    for text in ("int8", "sign", "topk:0.01", "randomk:0.001", "topk:0.02:500"):
+        assert str(PushCodec.parsed(text)) == text
+    assert str(PushCodec.parsed("topk")) == "topk:0.01"
+    assert name_of(None) == "none"
+    assert name_of(Codec.INT8) == "int8"
+    assert name_of(PushCodec.parsed("topk")) == "topk:0.01"
+
+
+def test_a_warm_up_ends_with_the_share_and_falls_by_the_same_factor() -> None:
+    codec = PushCodec.parsed("topk:0.0025:2")
+    assert [codec.payload_bytes(10_000, clock) // 8 for clock in (1, 2, 3, 4)] == [2500, 250, 25, 25]
+    assert PushCodec.parsed("topk:0.3:2").payload_bytes(100, 1) == 240
+    assert PushCodec.parsed("topk").payload_bytes(3, 1) == 8

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from docs import payload_codec
-from ps_core.codecs import scaled, sign
+from ps_core.codecs import payloads, sign
 from ps_core.codecs.int8 import Bytes
 from ps_core.codecs.int8_passes import Floats
 from ps_core.tables.elements import Codec
@@ -60,8 +60,8 @@ def test_a_group_that_is_not_finite_says_so_and_leaves_what_was_left(bad: float)
     assert np.isfinite(out[:256]).all()
     assert np.isfinite(out[512:]).all()
     assert (left[256:512] == 0.25).all()
-    assert not scaled.is_finite(Codec.SIGN, payload, 600)
-    assert scaled.is_finite(Codec.SIGN, payload[:36], 256)
+    assert not payloads.is_finite(Codec.SIGN, payload, 600)
+    assert payloads.is_finite(Codec.SIGN, payload[:36], 256)
 
 
 def test_the_largest_numbers_do_not_overflow() -> None:

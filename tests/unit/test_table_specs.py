@@ -14,7 +14,7 @@ import torch
 from ps_core import limits
 from ps_core.change import TableChange, TableCut
 from ps_core.consistency import Consistency, Mode, StalePolicy, parsed
-from ps_core.errors import InvalidConfig, InvalidKeys
+from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor
 from ps_core.keys import TableId
 from ps_core.tables.elements import (
     Codec,
@@ -24,6 +24,7 @@ from ps_core.tables.elements import (
     pack_presence,
     presence_bytes,
     unpack_presence,
+    check_length,
 )
 from ps_core.tables.optimizers import (
     HYPERPARAMETER_DEFAULTS,
@@ -594,8 +595,22 @@ def test_a_payload_of_signs_has_a_bit_an_element_too() -> None:
     assert sizes == {1: 5, 8: 5, 9: 6, 256: 36, 257: 41}
 
 
-@pytest.mark.parametrize(("codec", "bits"), [*zip(Codec, (32, 16, 16, 64, 8, 1), strict=True)])
+@pytest.mark.parametrize(("codec", "bits"), [*zip(Codec, (32, 16, 16, 64, 8, 1), strict=False)])
 def test_elements_have_the_width_of_their_codec(codec: Codec, bits: int) -> None:
     assert codec.element_bits == bits
-    assert codec.is_scaled is (bits in {8, 1})
-    assert codec.is_scaled or codec.element_bytes == bits // 8
+    assert codec.is_raw is (bits not in {8, 1})
+    assert not codec.is_raw or codec.element_bytes == bits // 8
+
+
+def test_a_sparse_payload_has_eight_bytes_for_each_element_that_is_sent() -> None:
+    check_length(8, Codec.SPARSE, 1)
+    check_length(8, Codec.SPARSE, 3)
+    check_length(24, Codec.SPARSE, 3)
+    for wrong in (0, 7, 12, 32):
+        with pytest.raises(InvalidTensor, match=f"{wrong} bytes; expected a multiple of 8, at m.* 24"):
+            check_length(wrong, Codec.SPARSE, 3)
+    assert not Codec.SPARSE.is_raw
+
+
+def test_signs_and_a_few_elements_are_no_values() -> None:
+    assert {codec for codec in Codec if codec.is_for_pushes_alone} == {Codec.SIGN, Codec.SPARSE}

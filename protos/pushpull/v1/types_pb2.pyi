@@ -24,6 +24,7 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CODEC_FP64: _ClassVar[Codec]
     CODEC_INT8: _ClassVar[Codec]
     CODEC_SIGN: _ClassVar[Codec]
+    CODEC_SPARSE: _ClassVar[Codec]
 
 class Dtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -124,6 +125,7 @@ CODEC_BF16: Codec
 CODEC_FP64: Codec
 CODEC_INT8: Codec
 CODEC_SIGN: Codec
+CODEC_SPARSE: Codec
 DTYPE_UNSPECIFIED: Dtype
 DTYPE_FLOAT32: Dtype
 DTYPE_FLOAT16: Dtype

@@ -1,0 +1,133 @@
+"""SPARSE payloads: some of the elements, and their places.
+
+    payload = elements (float32) | places (uint32, ascending, each below the block's length)
+    an element whose place is not there is zero
+
+Rules:
+    - `encode_largest` takes the largest elements; of equal ones, the first. `encode_random` takes
+      one of each of so many parts of about the same length, drawn by a hash of a key.
+    - What is not taken is given back to the caller, to be added to the next gradient.
+    - An element that is not finite is larger than all others, and leaves what was left before.
+
+Invariants:
+    SP-1  decoded(payload) + what is left = the gradient + what was left before, bit for bit, where
+          that is finite.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ps_core.codecs import sparse_passes
+from ps_core.codecs.int8 import Bytes
+from ps_core.codecs.int8_passes import Floats, draws
+from ps_core.codecs.kernels import Kernels
+from ps_core.codecs.sparse_passes import NOT_SIGN
+from ps_core.errors import InvalidTensor
+from ps_core.tables.elements import SPARSE_ELEMENT_BYTES
+
+Places = npt.NDArray[np.uint32]
+_Magnitudes = npt.NDArray[np.int32]
+
+_RUN, _STRIDE = 16, 1024
+"""A threshold comes from the first RUN elements of each STRIDE."""
+
+_QUARTER = 2 << 23
+"""A threshold less this is a quarter of it."""
+
+_MORE = 1.5
+"""Elements that a threshold should let pass, over those that are wanted: samples are uneven."""
+
+KERNELS = Kernels(sparse_passes, "ps_core.codecs.sparse_loops")
+"""Those of this process."""
+
+
+def parts(payload: Bytes) -> tuple[Floats, Places]:
+    """A payload's elements and places, as views."""
+    half = payload.nbytes // 2
+    return payload[:half].view(np.float32), payload[half:].view(np.uint32)
+
+
+def encode_largest(gradient: Floats, before: Floats, left: Floats, payload: Bytes) -> None:
+    """Encode the largest elements of a gradient plus what earlier ones have left (SP-1).
+
+    Shapes:
+        gradient, before, left: (n,); `before` was left by earlier ones, `left` is written.
+        payload: (8 * k,), aligned to 4 bytes, of k elements, 1 <= k <= n; written.
+    """
+    count = payload.nbytes // SPARSE_ELEMENT_BYTES
+    threshold = _threshold(gradient, before, count)
+    for least in (threshold, max(1, threshold - _QUARTER), 1, 0):
+        places = KERNELS.used().add(gradient, before, left, np.int32(least))
+        if len(places) >= count:
+            break
+    _take(_largest(left, places, count), before, left, payload)
+
+
+def encode_random(
+    gradient: Floats, before: Floats, left: Floats, payload: Bytes, key: int
+) -> None:
+    """Encode elements at random places, as `encode_largest`.
+
+    Args:
+        key: of the draws; 0 to 2**32 - 1.
+    """
+    count = payload.nbytes // SPARSE_ELEMENT_BYTES
+    bounds = np.arange(count + 1) * len(gradient) // count
+    share = draws(count, np.uint32(key)) * np.float32(1 / 65536)
+    places = (bounds[:-1] + share.astype(np.float64) * np.diff(bounds)).astype(np.uint32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.add(gradient, before, out=left)
+    _take(places, before, left, payload)
+
+
+def decode(payload: Bytes, out: Floats) -> None:
+    """Write the elements of a payload. Shapes: as of `encode_largest`; payload may change at any
+    time, as shared memory does.
+
+    Raises:
+        InvalidTensor: places are not ascending, or one is beyond the end.
+    """
+    values, found = parts(payload)
+    places = found.copy()
+    if not (places[-1] < len(out) and (places[1:] > places[:-1]).all()):
+        raise InvalidTensor(f"places of elements that are not ascending, or not below {len(out)}")
+    out.fill(0)
+    out[places] = values
+
+
+def _threshold(gradient: Floats, before: Floats, count: int) -> int:
+    """The bits of an absolute value that somewhat more than `count` elements should reach."""
+    length = len(gradient)
+    whole = length - length % _STRIDE
+    if not whole:
+        return 1
+    own, old = (each[:whole].reshape(-1, _STRIDE)[:, :_RUN] for each in (gradient, before))
+    with np.errstate(over="ignore", invalid="ignore"):
+        magnitudes = (own + old).view(np.int32).reshape(-1) & NOT_SIGN
+    rank = len(magnitudes) - round(len(magnitudes) * count * _MORE / length) - 1
+    return max(1, int(np.partition(magnitudes, rank)[rank])) if rank > 0 else 1
+
+
+def _largest(values: Floats, places: Places, count: int) -> Places:
+    """The places of the `count` largest elements among those at `places`, ascending."""
+    magnitudes: _Magnitudes = values[places].view(np.int32) & NOT_SIGN
+    at = len(places) - count
+    least = np.partition(magnitudes, at)[at]
+    is_taken = magnitudes > least
+    equal = np.flatnonzero(magnitudes == least)
+    is_taken[equal[: count - np.count_nonzero(is_taken)]] = True
+    return places[is_taken]
+
+
+def _take(places: Places, before: Floats, left: Floats, payload: Bytes) -> None:
+    """Move the elements at these places to the payload."""
+    values, sent = parts(payload)
+    sent[:] = places
+    values[:] = left[places]
+    left[places] = 0
+    if not np.isfinite(values).all():
+        broken = ~np.isfinite(left)
+        broken[places[~np.isfinite(values)]] = True
+        left[broken] = before[broken]

@@ -1,0 +1,47 @@
+"""The passes of `sparse_passes` as a loop that numba compiles, with the same places. Only `sparse`
+imports this.
+
+The comparisons of a chunk are vector instructions, and eight of them are looked at as one word.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import int32, uint32
+
+from ps_core.codecs.sparse_passes import NOT_SIGN
+from ps_core.compiled_loops import compiled
+
+_CHUNK, _WORD = 1024, 8
+_BITS = int32(NOT_SIGN)
+
+_READ = "Array(float32, 1, 'C', readonly=True)"
+
+
+@compiled(f"uint32[::1]({_READ}, {_READ}, float32[::1], int32)")
+def add(gradient: Any, before: Any, left: Any, threshold: Any) -> Any:
+    bits = left.view(np.int32)
+    reaches = np.zeros(_CHUNK, np.uint8)
+    words = reaches.view(np.uint64)
+    found = np.empty(len(left) // 16 + _WORD, np.uint32)
+    count = 0
+    for begin in range(0, len(left), _CHUNK):
+        end = begin + _CHUNK
+        own, old, new = gradient[begin:end], before[begin:end], left[begin:end]
+        new_bits, reached = bits[begin:end], reaches[: len(left) - begin]
+        for at in range(len(new)):
+            new[at] = own[at] + old[at]
+        for at in range(len(reached)):
+            reached[at] = int32(new_bits[at] & _BITS) >= threshold
+        for at in range(len(reached), _CHUNK):
+            reaches[at] = 0
+        if len(found) < count + _CHUNK:
+            found = np.concatenate((found[:count], np.empty(2 * len(found) + _CHUNK, np.uint32)))
+        for word in range(len(words)):
+            if words[word] != 0:
+                for at in range(_WORD * word, _WORD * word + _WORD):
+                    found[count] = uint32(begin + at)
+                    count += reaches[at]
+    return found[:count]

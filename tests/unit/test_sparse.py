@@ -1,0 +1,164 @@
+"""SPARSE payloads: some elements and their places, and all else is left."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from docs import payload_codec
+from ps_core.codecs import payloads, sparse, sparse_loops, sparse_passes
+from ps_core.codecs.int8 import Bytes
+from ps_core.codecs.int8_passes import Floats
+from ps_core.errors import InvalidTensor
+from ps_core.tables.elements import Codec
+
+FINITE = st.floats(-(2.0**60), 2.0**60, width=32)
+COUNTS = st.sampled_from((1, 7, 256, 1023, 1024, 1025, 5000))
+
+
+def repeated(some: list[float], count: int) -> Floats:
+    return np.resize(np.array(some, np.float32), count)
+
+
+def largest(gradient: Floats, before: Floats, count: int) -> tuple[Bytes, Floats, Floats]:
+    """A payload of the largest elements, what it decodes to, and what is left."""
+    payload = np.full(8 * count, 255, np.uint8)
+    left, out = np.full_like(gradient, 9), np.full_like(gradient, 9)
+    sparse.encode_largest(gradient, before, left, payload)
+    sparse.decode(payload, out)
+    return payload, out, left
+
+
+@given(st.lists(FINITE, min_size=1, max_size=40), COUNTS, st.floats(0, 1), st.integers(0, 99))
+def test_the_largest_go_and_nothing_is_lost(
+    some: list[float], count: int, share: float, seed: int
+) -> None:
+    """SP-1; of equal ones the first go."""
+    draw = np.random.default_rng(seed)
+    gradient = repeated(some, count) * draw.integers(-1, 2, count).astype(np.float32)
+    before = repeated(some[::-1], count) / np.float32(3)
+    sent_count = max(1, int(share * count))
+    payload, out, left = largest(gradient, before, sent_count)
+    asked = gradient + before
+    assert np.array_equal(out + left, asked)
+    values, places = sparse.parts(payload)
+    order = np.lexsort((np.arange(count), -np.abs(asked)))
+    assert places.tolist() == sorted(order[:sent_count].tolist())
+    assert np.array_equal(values, asked[places])
+    assert not left[places].any()
+    assert np.array_equal(out, payload_codec.decode_sparse(payload.tobytes(), count))
+
+
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.1, 0.4])
+@pytest.mark.parametrize("power", [1, 5])
+def test_a_threshold_from_a_sample_finds_the_largest_of_many(share: float, power: int) -> None:
+    gradient = np.random.default_rng(3).standard_normal(200_000, np.float32) ** power
+    gradient[:100_000] *= 1e-3  # a sample must not be of one part
+    count = int(share * len(gradient))
+    _, out, _ = largest(gradient, np.zeros_like(gradient), count)
+    least = np.sort(np.abs(gradient))[-count]
+    assert np.array_equal(out != 0, np.abs(gradient) >= least)
+
+
+def test_few_elements_that_are_not_zero_go_with_the_first_zeros() -> None:
+    gradient = np.zeros(5000, np.float32)
+    gradient[[4000, 4500]] = -1.0, 1e-40
+    payload, _, left = largest(gradient, np.zeros_like(gradient), 4)
+    assert sparse.parts(payload)[1].tolist() == [0, 1, 4000, 4500]
+    assert not left.any()
+
+
+def test_elements_that_no_sample_has_go_as_well() -> None:
+    """Samples are zero, and then samples are larger than all others."""
+    for own, other in ((0.0, 1.0), (5.0, 1.0)):
+        gradient = np.full(4096, other, np.float32)
+        gradient.reshape(-1, 1024)[:, :16] = own
+        _, out, _ = largest(gradient, np.zeros_like(gradient), 400)
+        assert np.count_nonzero(out) == 400
+        assert (out == 5.0).sum() == (64 if own else 0)
+
+
+@given(st.lists(FINITE, min_size=1, max_size=40), COUNTS, st.floats(0, 1), st.integers(0, 99))
+def test_random_places_are_ascending_and_nothing_is_lost(
+    some: list[float], count: int, share: float, key: int
+) -> None:
+    gradient, before = repeated(some, count), repeated(some[::-1], count) / np.float32(3)
+    sent_count = max(1, int(share * count))
+    payload = np.empty(8 * sent_count, np.uint8)
+    left, out = np.empty_like(gradient), np.empty_like(gradient)
+    sparse.encode_random(gradient, before, left, payload, key)
+    sparse.decode(payload, out)
+    assert np.array_equal(out + left, gradient + before)
+    bounds = np.arange(sent_count + 1) * count // sent_count
+    places = sparse.parts(payload)[1]
+    assert (bounds[:-1] <= places).all()
+    assert (places < bounds[1:]).all()
+
+
+def test_random_places_are_every_place_in_time() -> None:
+    count, seen = 1000, set[int]()
+    for key in range(200):
+        payload, left = np.empty(8 * 50, np.uint8), np.empty(count, np.float32)
+        sparse.encode_random(np.ones(count, np.float32), left, left.copy(), payload, key * 77_777)
+        seen |= set(sparse.parts(payload)[1].tolist())
+    assert len(seen) == count
+
+
+def test_errors_add_up_to_nothing_over_many_steps() -> None:
+    gradient = np.linspace(0.1, 1.0, 100, dtype=np.float32)
+    left, applied = np.zeros(100, np.float32), np.zeros(100)
+    for _ in range(1000):
+        _, out, left = largest(gradient, left, 5)
+        applied += out
+    assert np.abs(left).max() < 30
+    assert np.allclose(applied / 1000, gradient, atol=0.03)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_an_element_that_is_not_finite_goes_and_leaves_what_was_left(bad: float) -> None:
+    gradient, before = np.ones(3000, np.float32), np.full(3000, 0.25, np.float32)
+    gradient[2000], gradient[7] = bad, 9.0
+    payload, out, left = largest(gradient, before, 1)
+    assert not np.isfinite(out[2000])
+    assert left[2000] == 0.25
+    assert left[7] == 9.25
+    assert np.isfinite(left).all()
+    assert not payloads.is_finite(Codec.SPARSE, payload, 3000)
+    assert payloads.is_finite(Codec.SPARSE, largest(before, before, 9)[0], 3000)
+
+
+def test_more_elements_that_are_not_finite_than_go_leave_what_was_left() -> None:
+    gradient, before = np.full(3000, np.inf, np.float32), np.full(3000, 0.25, np.float32)
+    assert (largest(gradient, before, 5)[2] == 0.25).all()
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=40), COUNTS, st.integers(0, 2**31 - 1))
+def test_loops_and_passes_find_the_same(some: list[float], count: int, threshold: int) -> None:
+    gradient, before = repeated(some, count), repeated(some[::-1], count)
+    for least in (threshold, 0, 1):
+        lefts = [np.empty_like(gradient) for _ in range(2)]
+        found = [
+            add(gradient, before, left, np.int32(least))
+            for add, left in zip((sparse_passes.add, sparse_loops.add), lefts, strict=True)
+        ]
+        assert found[0].dtype == found[1].dtype
+        assert np.array_equal(*found)
+        assert np.array_equal(*lefts, equal_nan=True)
+
+
+@given(st.integers(1, 600), st.binary(min_size=8, max_size=80))
+def test_any_bytes_decode_or_are_refused(count: int, some: bytes) -> None:
+    payload = np.frombuffer(some[: len(some) // 8 * 8], np.uint8).copy()
+    out = np.full(count, 9, np.float32)
+    places = sparse.parts(payload)[1].astype(np.int64)
+    if (np.diff(places) > 0).all() and places[-1] < count:
+        sparse.decode(payload, out)
+        expected = payload_codec.decode_sparse(payload.tobytes(), count)
+        assert np.array_equal(out, expected, equal_nan=True)
+    else:
+        with pytest.raises(InvalidTensor, match=re.escape(f"not below {count}")):
+            sparse.decode(payload, out)
