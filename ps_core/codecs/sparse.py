@@ -65,9 +65,7 @@ def encode_largest(gradient: Floats, before: Floats, left: Floats, payload: Byte
     _take(_largest(left, places, count), before, left, payload)
 
 
-def encode_random(
-    gradient: Floats, before: Floats, left: Floats, payload: Bytes, key: int
-) -> None:
+def encode_random(gradient: Floats, before: Floats, left: Floats, payload: Bytes, key: int) -> None:
     """Encode elements at random places, as `encode_largest`.
 
     Args:
@@ -118,7 +116,8 @@ def _largest(values: Floats, places: Places, count: int) -> Places:
     is_taken = magnitudes > least
     equal = np.flatnonzero(magnitudes == least)
     is_taken[equal[: count - np.count_nonzero(is_taken)]] = True
-    return places[is_taken]
+    taken: Places = places[is_taken]
+    return taken
 
 
 def _take(places: Places, before: Floats, left: Floats, payload: Bytes) -> None:

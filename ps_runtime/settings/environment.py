@@ -40,7 +40,7 @@ VARIABLES: dict[str, str] = {
     "PUSHPULL_REQUEST_DEADLINE_S": "Seconds that a worker's push or pull may wait.",
     "PUSHPULL_LANE": "The lane of payloads on one host: auto, shm (shared memory) or grpc.",
     "PUSHPULL_WINDOW_BYTES": "Payload bytes that a worker has in flight to one server.",
-    "PUSHPULL_PUSH_CODEC": "How gradients travel by default: none, bf16, fp16, int8, sign, topk:0.01, ...",
+    "PUSHPULL_PUSH_CODEC": "How gradients travel by default: none, bf16, int8, topk:0.01, ...",
     "PUSHPULL_PULL_CODEC": "How parameters travel by default: none, bf16, fp16, int8.",
     "PUSHPULL_CONSISTENCY": "The consistency of tables whose script names none: bsp, ssp:4, asp.",
     "PUSHPULL_COMPUTE": "Emulated computation of a worker's step, such as 30ms.",

@@ -64,8 +64,7 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
             received there.
         consistency (str, ''): of tables that name none: "bsp" (also if empty), "ssp:4", "asp", ...
         push_codec (str, 'none'): how gradients travel where the script names no codec: "none" (as
-            their dtype), "bf16", "fp16", "int8", "sign", "topk:0.01" or "randomk:0.01". Tables that
-            cannot have it go without.
+            their dtype), "bf16", "fp16", "int8", "sign", "topk:0.01"; not where a table has none.
         pull_codec (str, 'none'): how parameters travel to this worker: one of the first four.
         compute (str, ''): emulated computation of a step of `DistributedOptimizer`, such as "30ms",
             or "rotating:30ms,90ms,burst=2,seed=1"; empty emulates none.

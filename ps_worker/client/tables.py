@@ -28,7 +28,7 @@ from ps_core.errors import (
     listed,
 )
 from ps_core.keys import TableId
-from ps_core.tables.elements import Codec, InitializerKind
+from ps_core.tables.elements import InitializerKind
 from ps_core.tables.optimizers import OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec

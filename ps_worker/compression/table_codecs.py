@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -25,15 +26,15 @@ PULL_CHOICES = (NONE, *(codec.value for codec in (Codec.FP32, Codec.FP16, Codec.
 PUSH_CHOICES = (*PULL_CHOICES, Codec.SIGN.value, TOP_K, RANDOM_K)
 
 DEFAULT_SHARE, MOST_SHARE = 0.01, 0.5
-"""Of the elements that a step sends; with a half of them, places cost what the others would."""
+"""Shares of a block's elements; to send half of them with their places saves nothing."""
 
 _FIRST_SHARE = 0.25
-"""Of the first step of a warm-up."""
+"""The share of a warm-up's first step."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushCodec:
-    """How gradients travel.
+    """The way that gradients travel.
 
     Attributes:
         codec: on the wire.
@@ -75,9 +76,10 @@ class PushCodec:
 
     def __str__(self) -> str:
         if self.codec is not Codec.SPARSE:
-            return self.codec.value
+            return str(self.codec.value)
         name = RANDOM_K if self.is_random else TOP_K
-        return f"{name}:{self.share:g}" + f":{self.warm_up_count}" * (self.warm_up_count > 0)
+        warm_up = f":{self.warm_up_count}" if self.warm_up_count else ""
+        return f"{name}:{self.share:g}{warm_up}"
 
     def payload_bytes(self, element_count: int, clock: int) -> int:
         """Bytes of the payload of so many elements in the step of that clock."""
@@ -89,7 +91,7 @@ class PushCodec:
         if clock > self.warm_up_count or self.share > _FIRST_SHARE:
             return self.share
         done = (clock - 1) / self.warm_up_count
-        return _FIRST_SHARE * (self.share / _FIRST_SHARE) ** done
+        return _FIRST_SHARE * math.pow(self.share / _FIRST_SHARE, done)
 
     def saves(self, native: Codec) -> bool:
         """True if payloads have fewer bytes than those of a table's own codec."""
@@ -107,8 +109,8 @@ def _number(kind: type[_Number], digits: str, text: str) -> _Number:
 
 def _wrong(text: str) -> InvalidConfig:
     return InvalidConfig(
-        f"push_codec is {text!r}; expected NAME:SHARE or NAME:SHARE:STEPS, with a share above 0 and "
-        f"below {MOST_SHARE} and the steps of a warm-up, such as {TOP_K}:{DEFAULT_SHARE}:500"
+        f"push_codec is {text!r}; expected NAME:SHARE or NAME:SHARE:STEPS, with a share above 0 "
+        f"and below {MOST_SHARE}, and the steps of a warm-up, such as {TOP_K}:{DEFAULT_SHARE}:500"
     )
 
 

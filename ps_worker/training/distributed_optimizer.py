@@ -556,7 +556,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if residuals is not None:
             checkpoints.attach(name, residuals, per_rank=True)
         elif checkpoints.restored_state(name, per_rank=True):
-            logs.warning("residuals_dropped", table=table.name, remedy="push_codec int8, sign, topk or randomk")
+            logs.warning(
+                "residuals_dropped",
+                table=table.name,
+                remedy="push_codec int8, sign, topk or randomk",
+            )
 
     def _start_from_rank_zero(
         self, tables: Sequence[TrainedTable | BufferTable], rows: Sequence[TrainedRows] = ()

@@ -82,13 +82,13 @@ class WorkerConfig:
     push_codec: str = setting(
         "none",
         "how gradients travel where the script names no codec: none (as the table's dtype), bf16, "
-        "fp16, int8, sign, topk:0.01 or randomk:0.01 (the largest or random hundredth of each block); "
-        "what the last four leave out goes with the next gradients",
+        "fp16, int8, sign, topk:0.01 or randomk:0.01 (a hundredth of each block); what the last "
+        "four leave out goes with the next gradients",
     )
     pull_codec: str = setting(
         "none",
-        "how parameters travel to this process where the script names no codec: none, bf16, fp16 or "
-        "int8",
+        "how parameters travel to this process where the script names no codec: none, bf16, fp16 "
+        "or int8",
     )
     compute: str = setting(
         "",

@@ -26,12 +26,13 @@ def test_fewer_bytes_take_less_time_over_a_link(tmp_path: Path) -> None:
         return
     assert run.returncode == 0, run.stderr
     rows = json.loads((tmp_path / "link.json").read_text())["rows"]
-    assert [row["codec"] for row in rows] == ["none", "bf16", "fp16", "int8", "sign"]
-    whole, half, _, quarter, signs = rows
+    assert [row["codec"] for row in rows] == ["none", "bf16", "fp16", "int8", "sign", "topk"]
+    whole, half, _, quarter, signs, few = rows
     for row, bytes_over, at_least in (
         (half, 0.5, 1.4),
         (quarter, 0.254, 1.9),
         (signs, 0.268, 1.9),
+        (few, 0.26, 1.9),
     ):
         assert abs(row["bytes_over_none"] - bytes_over) < 0.03
         assert row["round_over_none"] > at_least

@@ -295,12 +295,14 @@ def test_only_pushes_have_a_share() -> None:
     spec = table_spec("t", 8, SGD(lr=1.0), {})
     with pytest.raises(InvalidConfig, match="pull_codec is 'topk'; expected one of none, fp32"):
         codecs_of(spec, {"pull_codec": "topk"}, ("none", "none"))
-    with pytest.raises(InvalidConfig, match="push_codec is 'int8:0.1'; expected one of none"):
+    with pytest.raises(InvalidConfig, match=r"push_codec is 'int8:0\.1'; expected one of none"):
         PushCodec.parsed("int8:0.1")
     half = table_spec("t", 8, SGD(lr=1.0), {"dtype": "bfloat16"})
     chosen = codecs_of(half, {"push_codec": "topk:0.2"}, ("none", "none"))
     assert chosen.push == PushCodec(Codec.SPARSE, 0.2)
-    with pytest.raises(InvalidConfig, match="is topk:0.25, but the table's own bfloat16 takes no"):
+    with pytest.raises(
+        InvalidConfig, match=r"is topk:0\.25, but the table's own bfloat16 takes no"
+    ):
         codecs_of(half, {"push_codec": "topk:0.25"}, ("none", "none"))
 
 
@@ -315,6 +317,11 @@ def test_choices_are_shown_as_they_were_made() -> None:
 
 def test_a_warm_up_ends_with_the_share_and_falls_by_the_same_factor() -> None:
     codec = PushCodec.parsed("topk:0.0025:2")
-    assert [codec.payload_bytes(10_000, clock) // 8 for clock in (1, 2, 3, 4)] == [2500, 250, 25, 25]
+    assert [codec.payload_bytes(10_000, clock) // 8 for clock in (1, 2, 3, 4)] == [
+        2500,
+        250,
+        25,
+        25,
+    ]
     assert PushCodec.parsed("topk:0.3:2").payload_bytes(100, 1) == 240
     assert PushCodec.parsed("topk").payload_bytes(3, 1) == 8

@@ -146,8 +146,8 @@ def test_loops_and_passes_find_the_same(some: list[float], count: int, threshold
             for add, left in zip((sparse_passes.add, sparse_loops.add), lefts, strict=True)
         ]
         assert found[0].dtype == found[1].dtype
-        assert np.array_equal(*found)
-        assert np.array_equal(*lefts, equal_nan=True)
+        assert found[0].tolist() == found[1].tolist()
+        assert np.array_equal(lefts[0], lefts[1], equal_nan=True)
 
 
 @given(st.integers(1, 600), st.binary(min_size=8, max_size=80))

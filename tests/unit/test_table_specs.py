@@ -21,10 +21,10 @@ from ps_core.tables.elements import (
     DType,
     Initializer,
     InitializerKind,
+    check_length,
     pack_presence,
     presence_bytes,
     unpack_presence,
-    check_length,
 )
 from ps_core.tables.optimizers import (
     HYPERPARAMETER_DEFAULTS,
@@ -607,7 +607,9 @@ def test_a_sparse_payload_has_eight_bytes_for_each_element_that_is_sent() -> Non
     check_length(8, Codec.SPARSE, 3)
     check_length(24, Codec.SPARSE, 3)
     for wrong in (0, 7, 12, 32):
-        with pytest.raises(InvalidTensor, match=f"{wrong} bytes; expected a multiple of 8, at m.* 24"):
+        with pytest.raises(
+            InvalidTensor, match=f"{wrong} bytes; expected a multiple of 8, at m.* 24"
+        ):
             check_length(wrong, Codec.SPARSE, 3)
     assert not Codec.SPARSE.is_raw
 

@@ -12,26 +12,28 @@ import torch
 
 import ps_worker as ps
 from ps_cli.bench.contenders.child import Actions
-from ps_core.codecs import int8
+from ps_core.codecs import payloads
 from ps_core.keys import TableId
 from ps_core.tables.elements import Codec
 from ps_core.tables.table import Table
 from ps_runtime.grpc.channels import tune_allocator
 from ps_worker.compression.push_encoder import PushEncoder, decode_into
+from ps_worker.compression.table_codecs import PushCodec
 from ps_worker.spec.settings import table_spec
 from ps_worker.spec.values import BlockValues
 
 ELEMENT_BYTES = 4
-CODECS = (Codec.BF16, Codec.FP16, Codec.INT8, Codec.SIGN)
+CODECS = ("bf16", "fp16", "int8", "sign", "topk")
+"""Choices of a push's codec."""
 
 
 class _Coder:
     """Encodes a table's gradient as a worker does, and decodes it as it does pulled values."""
 
-    def __init__(self, codec: Codec, element_count: int) -> None:
+    def __init__(self, codec: PushCodec, element_count: int) -> None:
         spec = table_spec("bench", element_count, ps.SGD(lr=0.1).spec(), {})
         self._table = Table(TableId(1), 0, spec)
-        self._codec = codec
+        self._codec = codec.codec
         self._encoder = PushEncoder(self._table, codec, 0)
         self._values = np.empty(element_count, np.float32)
         self._values[:] = np.random.default_rng(1).standard_normal(element_count, np.float32)
@@ -40,7 +42,7 @@ class _Coder:
         self._payloads: list[memoryview] = []
 
     def encode(self) -> float:
-        """Seconds of a step's encoding; the residuals of int8 are read and written in it."""
+        """Seconds of a step's encoding, in which residuals are read and written."""
         size = self._table.spec.block_elements * ELEMENT_BYTES
         raw = self._values.data.cast("B")
         self._clock += 1
@@ -72,10 +74,11 @@ def codecs(size: str) -> Iterator[Actions]:
     """Each codec's two directions, on float32 of this size."""
     tune_allocator()
     torch.set_num_threads(1)
-    int8.KERNELS.load()
     actions: dict[str, Callable[[], object]] = {}
-    for codec in CODECS:
+    for name in CODECS:
+        codec = PushCodec.parsed(name)
+        payloads.load_kernels(codec.codec)
         coder = _Coder(codec, int(size) // ELEMENT_BYTES)
-        actions[f"{codec.value} encode"] = partial(coder.encode)
-        actions[f"{codec.value} decode"] = partial(coder.decode)
+        actions[f"{name} encode"] = partial(coder.encode)
+        actions[f"{name} decode"] = partial(coder.decode)
     yield actions

@@ -14,6 +14,7 @@ from ps_cli.bench.contenders.child import Actions
 from ps_cli.bench.instruments.sampling import call_latencies
 from ps_cli.bench.lanes import SHARED_MEMORY
 from ps_core.tables.elements import Codec
+from ps_worker.compression.table_codecs import PULL_CHOICES
 
 ELEMENT_BYTES = 4
 PRIVATE = "/private"
@@ -68,8 +69,8 @@ class Moves:
 
 
 def pull_codec_of(codec: str) -> str:
-    """The codec of pulls beside that one of pushes: bf16 beside sign, else the same."""
-    return Codec.BF16.value if codec == Codec.SIGN.value else codec
+    """The codec of pulls beside that one of pushes: the same, or bf16 if pulls cannot have it."""
+    return codec if codec in ("", *PULL_CHOICES) else Codec.BF16.value
 
 
 @contextlib.contextmanager

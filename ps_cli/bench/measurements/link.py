@@ -19,7 +19,7 @@ from ps_worker.compression.table_codecs import NONE
 
 DEFAULT_SIZE_MB = 64
 QUICK_SIZE_MB = 2
-CODECS = (NONE, "bf16", "fp16", "int8", "sign")
+CODECS = (NONE, "bf16", "fp16", "int8", "sign", "topk")
 
 
 def link(settings: BenchSettings) -> dict[str, Any]:
