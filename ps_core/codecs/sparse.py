@@ -33,9 +33,6 @@ _Magnitudes = npt.NDArray[np.int32]
 _RUN, _STRIDE = 16, 1024
 """A threshold comes from the first RUN elements of each STRIDE."""
 
-_QUARTER = 2 << 23
-"""A threshold less this is a quarter of it."""
-
 _MORE = 1.5
 """Elements that a threshold should let pass, over those that are wanted: samples are uneven."""
 
@@ -57,9 +54,8 @@ def encode_largest(gradient: Floats, before: Floats, left: Floats, payload: Byte
         payload: (8 * k,), aligned to 4 bytes, of k elements, 1 <= k <= n; written.
     """
     count = payload.nbytes // SPARSE_ELEMENT_BYTES
-    threshold = _threshold(gradient, before, count)
-    for least in (threshold, max(1, threshold - _QUARTER), 1, 0):
-        places = KERNELS.used().add(gradient, before, left, np.int32(least))
+    for bits in (threshold(gradient, before, count), 1, 0):
+        places = KERNELS.used().add(gradient, before, left, np.int32(bits))
         if len(places) >= count:
             break
     _take(_largest(left, places, count), before, left, payload)
@@ -95,7 +91,7 @@ def decode(payload: Bytes, out: Floats) -> None:
     out[places] = values
 
 
-def _threshold(gradient: Floats, before: Floats, count: int) -> int:
+def threshold(gradient: Floats, before: Floats, count: int) -> int:
     """The bits of an absolute value that somewhat more than `count` elements should reach."""
     length = len(gradient)
     whole = length - length % _STRIDE

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from docs import payload_codec
-from ps_core.codecs import payloads, sparse, sparse_loops, sparse_passes
+from ps_core.codecs import int8, int8_loops, payloads, sparse, sparse_loops, sparse_passes
 from ps_core.codecs.int8 import Bytes
 from ps_core.codecs.int8_passes import Floats
 from ps_core.errors import InvalidTensor
@@ -62,6 +62,24 @@ def test_a_threshold_from_a_sample_finds_the_largest_of_many(share: float, power
     _, out, _ = largest(gradient, np.zeros_like(gradient), count)
     least = np.sort(np.abs(gradient))[-count]
     assert np.array_equal(out != 0, np.abs(gradient) >= least)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.1, 0.4])
+def test_a_threshold_lets_half_as_many_again_pass(share: float) -> None:
+    draw = np.random.default_rng(5)
+    gradient = draw.standard_normal(2_000_000, np.float32)
+    before = gradient / np.float32(2)
+    count = int(share * len(gradient))
+    least = np.int32(sparse.threshold(gradient, before, count)).view(np.float32)
+    passing = np.count_nonzero(np.abs(gradient + before) >= least)
+    assert passing / count == pytest.approx(1.5, rel=0.15)
+
+
+def test_a_threshold_is_above_zero_though_most_elements_are_zero_or_too_few_for_a_sample() -> None:
+    for count in (100, 5000):
+        zeros = np.zeros(count, np.float32)
+        assert sparse.threshold(zeros, zeros, 10) == 1
+        assert sparse.threshold(zeros + 1, zeros, count - 1) == 1
 
 
 def test_few_elements_that_are_not_zero_go_with_the_first_zeros() -> None:
@@ -150,12 +168,35 @@ def test_loops_and_passes_find_the_same(some: list[float], count: int, threshold
         assert np.array_equal(lefts[0], lefts[1], equal_nan=True)
 
 
-@given(st.integers(1, 600), st.binary(min_size=8, max_size=80))
-def test_any_bytes_decode_or_are_refused(count: int, some: bytes) -> None:
-    payload = np.frombuffer(some[: len(some) // 8 * 8], np.uint8).copy()
+def test_loops_are_loaded_where_a_table_needs_them() -> None:
+    payloads.load_kernels(Codec.SPARSE)
+    assert sparse.KERNELS.used() is sparse_loops
+    payloads.load_kernels(Codec.INT8)
+    assert int8.KERNELS.used() is int8_loops
+    payloads.load_kernels(Codec.BF16)
+
+
+@pytest.mark.parametrize("places", [[3], [0, 3], [0, 1, 1], [0, 2, 1], [1, 0, 2]])
+def test_places_are_ascending_and_below_the_end(places: list[int]) -> None:
+    payload = np.frombuffer(payload_codec.encode_sparse([1.0] * len(places), places), np.uint8)
+    with pytest.raises(InvalidTensor, match="not below 3"):
+        sparse.decode(payload, np.empty(3, np.float32))
+
+
+@given(
+    st.integers(1, 9),
+    st.lists(st.integers(0, 9) | st.integers(0, 2**32 - 1), min_size=1, max_size=5, unique=True),
+    st.booleans(),
+    st.binary(min_size=20, max_size=20),
+)
+def test_any_bytes_decode_or_are_refused(
+    count: int, places: list[int], is_sorted: bool, some: bytes
+) -> None:
+    places = sorted(places) if is_sorted else [*places, places[-1]]
+    elements = np.resize(np.frombuffer(some, np.float32), len(places))
+    payload = np.frombuffer(payload_codec.encode_sparse(elements, places), np.uint8).copy()
     out = np.full(count, 9, np.float32)
-    places = sparse.parts(payload)[1].astype(np.int64)
-    if (np.diff(places) > 0).all() and places[-1] < count:
+    if is_sorted and places[-1] < count:
         sparse.decode(payload, out)
         expected = payload_codec.decode_sparse(payload.tobytes(), count)
         assert np.array_equal(out, expected, equal_nan=True)
