@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import ps_worker
-from ps_cli.compare.figures import ModeRow, figures_of, gradient_tables, mode_row, other_consistency
+from ps_cli.compare.figures import ModeRow, figures_of, gradient_tables, mode_row, other_tables
+from ps_cli.compare.modes import ComparedMode, modes_of
 from ps_cli.compare.options import CompareOptions
 from ps_cli.compare.records import WorkerRecord, read_records
 from ps_cli.compare.report_document import (
@@ -38,7 +39,6 @@ from ps_cli.compare.report_table import measure_text, table_of
 from ps_cli.console.output import Output
 from ps_cli.train.exit_rules import RunEnd
 from ps_cli.train.train import SharedCluster, TrainRun, TrainSettings
-from ps_core.consistency import Mode, parsed
 from ps_core.errors import InvalidConfig
 from ps_runtime.launch.cluster_shape import ClusterShape
 
@@ -61,7 +61,7 @@ def comparison_of(options: CompareOptions) -> Comparison:
     if len(set(seeds)) != len(seeds):
         raise InvalidConfig(f"the seeds {seeds} name one twice")
     for mode in modes:
-        backup_count = parsed(mode).backup_workers
+        backup_count = mode.consistency.backup_workers
         if backup_count >= options.workers:
             raise InvalidConfig(
                 f"'{mode}' has {backup_count} backup workers of {options.workers} workers; "
@@ -80,34 +80,10 @@ def comparison_of(options: CompareOptions) -> Comparison:
         worker_count=options.workers,
         server_count=options.servers,
         compute=options.straggler,
-        modes=modes,
+        modes=tuple(map(str, modes)),
         began=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         environment=_environment(),
     )
-
-
-def modes_of(text: str) -> tuple[str, ...]:
-    """The modes of a list separated by commas, each in its canonical form.
-
-    A mode itself may have commas (`bsp:backup=1,grace=5ms`): a word that does not begin with a
-    mode's name belongs to the mode before it.
-
-    Raises:
-        InvalidConfig: one of them is no mode, or comes twice.
-    """
-    names = {mode.value for mode in Mode}
-    words: list[str] = []
-    for word in (word.strip() for word in text.split(",")):
-        is_option = "=" in word or word.lower() == "adaptive"
-        if words and is_option and word.partition(":")[0].lower() not in names:
-            words[-1] += f",{word}"
-        else:
-            words.append(word)
-    modes = tuple(str(parsed(word).as_requested) for word in words)
-    for mode in modes:
-        if modes.count(mode) > 1:
-            raise InvalidConfig(f"the modes {text} have '{mode}' twice; expected each once")
-    return modes
 
 
 def seeds_of(text: str) -> tuple[int, ...]:
@@ -184,7 +160,7 @@ async def _one_run(
             ),
             shown_kinds=_shown_kinds(options),
             environment={
-                "PUSHPULL_CONSISTENCY": mode,
+                **ComparedMode.parsed(mode).environment,
                 "PUSHPULL_COMPUTE": options.straggler,
                 "PUSHPULL_RECORD": folder,
             },
@@ -198,17 +174,18 @@ async def _one_run(
 def _judged(ending: RunEnd, records: Sequence[WorkerRecord], mode: str) -> tuple[str, str]:
     """The state of a run, and a message about it.
 
-    A script that sets the consistency of all its tables was not trained under the mode: that is a
-    failure. If it sets that of some, the message names them.
+    A script that sets the consistency or the codecs of all its tables was not trained under the
+    mode: that is a failure. If it sets that of some, the message names them.
     """
     if ending.exit_code:
         return (STOPPED if ending.exit_code > STOP_EXIT_CODES else FAILED), ending.message
-    others = other_consistency(records, mode)
-    names = ", ".join(f"'{table.name}' is {table.consistency}" for table in others[:3])
-    remark = f"the script fixes a consistency of its own: table {names}, not {mode}" * bool(others)
+    others = other_tables(records, ComparedMode.parsed(mode))
+    names = ", ".join(f"'{table.name}' is {table.mode}" for table in others[:3])
+    remark = f"the script's own settings, or a table's: table {names}, not {mode}" * bool(others)
     if others and len(others) == len(gradient_tables(records)):
         return FAILED, (
-            f"{remark}; expected a script without consistency=, or with the client's `consistency`"
+            f"{remark}; expected a script without consistency= and codecs, or with the client's, "
+            "and tables of float32"
         )
     if not any(record.steps or record.losses for record in records):
         return FAILED, (

@@ -5,6 +5,7 @@ Definitions:
                   worker, without starting processes and evaluating; workers that record start
                   together
     steps/s       the steps of all workers over that time
+    bytes         of payloads, of all workers, at the end of each one's client
     quality       reported by the worker whose last step ended last: its model has all updates
     wait share    the share of the workers' time that they spent in `step`, waiting for the commit
                   of their own step or for the pull
@@ -18,8 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ps_cli.compare.modes import ComparedMode
 from ps_cli.compare.records import LossEntry, TableEntry, WorkerRecord
-from ps_core import consistency
 
 MAX_CURVE_POINTS = 60
 """The most points of a curve; each is the mean of the losses around it."""
@@ -56,6 +57,7 @@ class RunFigures:
         rejected_count: blocks that were too stale (ASP with a bound).
         discarded_count: steps that came too late (BSP with backup workers).
         skipped_count: steps that were not applied (gradients that are not finite).
+        pushed_bytes, pulled_bytes: payloads of all workers.
         workers: by rank.
         loss_by_step, loss_by_time: (step, or seconds, and the mean loss of the workers).
     """
@@ -67,6 +69,8 @@ class RunFigures:
     rejected_count: int = 0
     discarded_count: int = 0
     skipped_count: int = 0
+    pushed_bytes: int = 0
+    pulled_bytes: int = 0
     workers: tuple[WorkerTime, ...] = ()
     loss_by_step: tuple[Point, ...] = ()
     loss_by_time: tuple[Point, ...] = ()
@@ -106,6 +110,8 @@ def figures_of(records: Sequence[WorkerRecord]) -> RunFigures:
         rejected_count=sum(step.rejected for step in steps),
         discarded_count=sum(step.discarded for step in steps),
         skipped_count=sum(not step.applied for step in steps),
+        pushed_bytes=sum(record.pushed_bytes for record in records),
+        pulled_bytes=sum(record.pulled_bytes for record in records),
         workers=tuple(_worker_time(record) for record in records),
         loss_by_step=_curve(losses, lambda entry: entry.step),
         loss_by_time=_curve(losses, lambda entry: entry.at_s - began_s),
@@ -142,10 +148,9 @@ def _curve(losses: Sequence[LossEntry], place: Callable[[LossEntry], float]) -> 
     )
 
 
-def other_consistency(records: Sequence[WorkerRecord], mode: str) -> tuple[TableEntry, ...]:
-    """The tables of gradients that have another consistency than the run's mode."""
-    wanted = str(consistency.parsed(mode))
-    return tuple(table for table in gradient_tables(records) if table.consistency != wanted)
+def other_tables(records: Sequence[WorkerRecord], mode: ComparedMode) -> tuple[TableEntry, ...]:
+    """The tables of gradients that have another consistency or other codecs than the run's mode."""
+    return tuple(table for table in gradient_tables(records) if table.mode != mode)
 
 
 def gradient_tables(records: Sequence[WorkerRecord]) -> tuple[TableEntry, ...]:
@@ -167,6 +172,8 @@ class ModeRow:
     time_s: float | None = None
     relative_time: float | None = None
     steps_per_s: float | None = None
+    pushed_bytes: float | None = None
+    pulled_bytes: float | None = None
     quality: dict[str, tuple[float | None, tuple[float | None, ...]]] = field(default_factory=dict)
     mean_staleness: float | None = None
     max_staleness: int | None = None
@@ -195,6 +202,8 @@ def mode_row(
         time_s=time_s,
         relative_time=time_s / first_time_s if first_time_s and time_s else None,
         steps_per_s=median("steps_per_s"),
+        pushed_bytes=median("pushed_bytes"),
+        pulled_bytes=median("pulled_bytes"),
         quality={name: _median_of(name, finished) for name in names},
         mean_staleness=median("mean_staleness"),
         max_staleness=max(figures.max_staleness for figures in finished),

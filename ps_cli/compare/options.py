@@ -29,8 +29,9 @@ class CompareOptions:
             "--modes",
             "-m",
             help="The settings to compare, separated by commas: bsp, bsp:backup=1, ssp:4, asp, "
-            "asp:reject=8, asp:damp=0.5, asp:divide, asp:compensate=2,adaptive. Times are relative "
-            "to the first.",
+            "asp:reject=8, asp:damp=0.5, asp:divide, asp:compensate=2,adaptive. Behind + codecs of "
+            "pushes and pulls: bsp+int8 (pulls in bf16), bsp+topk:0.01/none. Times are relative to "
+            "the first.",
         ),
     ] = "bsp,ssp:4,asp"
     straggler: Annotated[

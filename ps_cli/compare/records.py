@@ -11,14 +11,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ps_cli.compare.modes import ComparedMode
+from ps_core.consistency import parsed
+
 
 @dataclass(frozen=True, slots=True)
 class TableEntry:
-    """A table that a script made, with the consistency that it had."""
+    """A table that a script made, with the settings that it had."""
 
     name: str
     optimizer: str
-    consistency: str
+    mode: ComparedMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,8 @@ class WorkerRecord:
     steps: tuple[StepEntry, ...]
     losses: tuple[LossEntry, ...]
     quality: dict[str, float | None]
+    pushed_bytes: int = 0
+    pulled_bytes: int = 0
 
 
 def read_records(directory: Path) -> tuple[WorkerRecord, ...]:
@@ -79,6 +84,7 @@ def _read(path: Path) -> WorkerRecord | None:
     losses: list[LossEntry] = []
     tables: list[TableEntry] = []
     quality: dict[str, float | None] = {}
+    byte_counts = 0, 0
     for line in lines[1:]:
         at_s = began_s + line.get("t_s", 0.0)
         if line["kind"] == "step":
@@ -88,10 +94,15 @@ def _read(path: Path) -> WorkerRecord | None:
         elif line["kind"] == "report":
             losses.append(LossEntry(line["clock"], at_s, line["loss"]))
         elif line["kind"] == "table":
-            tables.append(TableEntry(line["name"], line["optimizer"], line["consistency"]))
+            mode = ComparedMode(parsed(line["consistency"]), line["push_codec"], line["pull_codec"])
+            tables.append(TableEntry(line["name"], line["optimizer"], mode))
         elif line["kind"] == "quality":
             quality |= line["measures"]
-    return WorkerRecord(lines[0]["rank"], tuple(tables), tuple(steps), tuple(losses), quality)
+        elif line["kind"] == "end":
+            byte_counts = line["pushed_bytes"], line["pulled_bytes"]
+    return WorkerRecord(
+        lines[0]["rank"], tuple(tables), tuple(steps), tuple(losses), quality, *byte_counts
+    )
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

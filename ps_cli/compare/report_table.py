@@ -15,7 +15,8 @@ Cells = list[str]
 
 def head_and_cells(comparison: Comparison, rows: Sequence[ModeRow]) -> tuple[Cells, list[Cells]]:
     measures = list(dict.fromkeys(name for row in rows for name in row.quality))
-    head = ["mode", "runs", "time, s", f"of {comparison.modes[0]}", "steps/s", *measures]
+    head = ["mode", "runs", "time, s", f"of {comparison.modes[0]}", "steps/s"]
+    head += ["MB pushed", "MB pulled", *measures]
     head += ["staleness mean", "max", "waiting", "rejected blocks", "discarded steps"]
     return head, [_cells(row, measures) for row in rows]
 
@@ -28,6 +29,7 @@ def _cells(row: ModeRow, measures: Sequence[str]) -> Cells:
         number(row.time_s, 1),
         number(row.relative_time, 2),
         number(row.steps_per_s, 1),
+        *(number(count and count / 1e6, 1) for count in (row.pushed_bytes, row.pulled_bytes)),
         *(_quality(row, name) for name in measures),
         number(row.mean_staleness, 2),
         number(row.max_staleness, 0),

@@ -140,7 +140,8 @@ class ClientConnection:
     def end(self, stopping: Coroutine[Any, Any, None]) -> None:
         """End the session by the engine's `stop` or `abandon`, in `STOPPED_WITHIN_S` at most."""
         self.is_closed = True
-        self.record.close()
+        counters = self.engine.counters
+        self.record.close(counters.pushed_bytes, counters.pulled_bytes)
         if self.http_address:
             PORT.close()
         self.result(self.loop.start(stopping), STOPPED_WITHIN_S)

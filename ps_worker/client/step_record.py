@@ -3,11 +3,11 @@
 A record is `worker-RANK.jsonl` in the directory of the setting `record`; each line has a `kind`:
 
     start     rank, worker_count, began_s (of the host's monotonic clock; t_s count from it)
-    table     name, optimizer, consistency: of a table that the script created
+    table     name, optimizer, consistency, push_codec, pull_codec: of a table of the script
     step      clock, t_s (its end), and the fields of `StepLine`
     report    t_s, clock, loss: a loss that belongs to no step of a DistributedOptimizer
     quality   t_s, measures: of the model at the end, by name
-    end       t_s: the worker has closed its client
+    end       t_s, pushed_bytes, pulled_bytes: the worker has closed its client; of all payloads
 
 Rules:
     - The line of a step is written when the next step begins, because its loss comes after it.
@@ -26,9 +26,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
+from ps_core.codecs.choices import name_of
 from ps_core.errors import InvalidConfig
 from ps_core.tables.table_spec import TableSpec
 from ps_runtime.system.clock import now_s
+from ps_worker.compression.table_codecs import TableCodecs
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +84,17 @@ class StepRecord:
     def is_on(self) -> bool:
         return self._file is not None
 
-    def table(self, spec: TableSpec) -> None:
+    def table(self, spec: TableSpec, codecs: TableCodecs) -> None:
         """Record a table that the script has created, or found created."""
         with self._lock:
-            optimizer, consistency = spec.optimizer.label, str(spec.consistency)
-            self._write("table", name=spec.name, optimizer=optimizer, consistency=consistency)
+            self._write(
+                "table",
+                name=spec.name,
+                optimizer=spec.optimizer.label,
+                consistency=str(spec.consistency),
+                push_codec=name_of(codecs.push),
+                pull_codec=name_of(codecs.pull),
+            )
 
     def step(self, line: StepLine) -> None:
         with self._lock:
@@ -107,11 +115,12 @@ class StepRecord:
             finite = {name: _finite(value) for name, value in measures.items()}
             self._write("quality", t_s=self._now_s(), measures=finite)
 
-    def close(self) -> None:
+    def close(self, pushed_bytes: int, pulled_bytes: int) -> None:
         with self._lock:
             if self._file is not None:
                 self._flush()
-                self._write("end", t_s=self._now_s())
+                byte_counts = {"pushed_bytes": pushed_bytes, "pulled_bytes": pulled_bytes}
+                self._write("end", t_s=self._now_s(), **byte_counts)
                 self._file.close()
                 self._file = None
 

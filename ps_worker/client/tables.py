@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ps_core import limits
 from ps_core.cluster_view import ClusterView
 from ps_core.codecs import payloads
+from ps_core.codecs.choices import name_of
 from ps_core.consistency import Consistency, Mode, parsed
 from ps_core.errors import (
     InvalidConfig,
@@ -37,7 +38,7 @@ from ps_runtime.system.clock import now_s
 from ps_runtime.system.future_waits import wait_until_ended
 from ps_worker.client.connection import GRACE_S, ClientConnection, lost_server
 from ps_worker.compression.push_encoder import PushEncoder
-from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs, codecs_of, name_of
+from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs, codecs_of
 from ps_worker.spec.rows import MAX_PULLED_COUNT, CutIds, RowBatch
 from ps_worker.spec.settings import (
     Layout,
@@ -110,7 +111,7 @@ class ClientTables:
         deadline_s = connection.deadline_s(options.get("timeout_s"))
         handle = self._adopt(connection.asked(self._created(spec, deadline_s), deadline_s), codecs)
         _check_codecs(handle, codecs, options)
-        connection.record.table(handle.spec)
+        connection.record.table(handle.spec, handle.codecs)
         return handle
 
     async def _created(self, spec: TableSpec, deadline_s: float) -> Table:

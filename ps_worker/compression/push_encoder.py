@@ -26,13 +26,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ps_core.codecs import int8, payloads, sign, sparse
+from ps_core.codecs.choices import PushCodec
 from ps_core.codecs.int8 import Bytes
 from ps_core.codecs.int8_passes import Floats
 from ps_core.errors import InvalidTensor
 from ps_core.tables.elements import NATIVE_CODEC, Codec, unpack_presence
 from ps_core.tables.table import Table
 from ps_worker.compression.residuals import Residuals
-from ps_worker.compression.table_codecs import PushCodec
 from ps_worker.spec.values import BlockValues
 
 _PLACE = Struct("<QQQ")

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ps_core import limits, runs
+from ps_core.codecs.choices import check_codec
 from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig
 from ps_runtime.settings.config import add_flags, check_choice, resolve, setting
 from ps_runtime.settings.job_place import JobPlace, place_in_job
-from ps_worker.compression.table_codecs import check_codec
 from ps_worker.spec.straggler import ComputeTime
 
 _LAUNCH_ID = re.compile("[0-9a-f]{32}")

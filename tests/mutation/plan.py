@@ -20,6 +20,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         _WORDS,
         _VECTORS,
     ),
+    "ps_core.codecs.choices": ("tests/unit/test_residuals.py",),
     "ps_core.codecs.int8": ("tests/unit/test_int8.py", "tests/unit/test_residuals.py", _VECTORS),
     "ps_core.codecs.int8_passes": ("tests/unit/test_int8.py",),
     "ps_core.codecs.kernels": ("tests/unit/test_int8.py",),

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from ps_cli.compare.compare import comparison_of, modes_of, seeds_of
+from ps_cli.compare.compare import comparison_of, seeds_of
 from ps_cli.compare.figures import (
     MAX_CURVE_POINTS,
     RunFigures,
     figures_of,
     mode_row,
-    other_consistency,
+    other_tables,
 )
+from ps_cli.compare.modes import ComparedMode, modes_of
 from ps_cli.compare.options import CompareOptions
 from ps_cli.compare.records import LossEntry, StepEntry, TableEntry, WorkerRecord
 from ps_core.errors import InvalidConfig
@@ -90,15 +91,17 @@ def test_nothing_recorded_is_a_run_without_figures() -> None:
     assert RunFigures().steps_per_s == 0.0
 
 
-def test_tables_of_another_consistency_are_found_and_buffers_are_not_judged() -> None:
-    tables = (
-        TableEntry("model/0", "adam", "asp:divide"),
-        TableEntry("model/1", "adam", "bsp"),
-        TableEntry("model/buffers/float32", "assign", "asp"),
+def test_tables_of_other_settings_are_found_and_buffers_are_not_judged() -> None:
+    tables = tuple(
+        TableEntry(f"model/{number}", optimizer, ComparedMode.parsed(mode))
+        for number, (optimizer, mode) in enumerate(
+            [("adam", "asp:divide"), ("adam", "bsp"), ("adam", "bsp+int8"), ("assign", "asp")]
+        )
     )
     records = [WorkerRecord(rank, tables, (), (), {}) for rank in range(2)]
-    assert [table.name for table in other_consistency(records, "asp:divide")] == ["model/1"]
-    assert [table.name for table in other_consistency(records, "bsp")] == ["model/0"]
+    for mode, others in (("asp:divide", [1, 2]), ("bsp", [0, 2]), ("bsp+int8/bf16", [0, 1])):
+        found = other_tables(records, ComparedMode.parsed(mode))
+        assert [table.name for table in found] == [f"model/{number}" for number in others]
 
 
 def test_a_row_has_the_medians_of_the_finished_runs() -> None:
@@ -125,13 +128,29 @@ def test_a_quality_that_is_not_finite_is_shown_and_not_in_the_median() -> None:
 
 
 def test_modes_are_separated_by_commas_though_a_mode_may_have_some() -> None:
-    assert modes_of("asp:compensate=2,adaptive,bsp") == ("asp:compensate=2,adaptive", "bsp")
-    assert modes_of("bsp, ssp:4,bsp:backup=1,grace=5ms,ASP:divide") == (
-        "bsp",
-        "ssp:4",
-        "bsp:backup=1,grace=5ms",
-        "asp:divide",
-    )
+    for text, expected in (
+        ("asp:compensate=2,adaptive,bsp", ["asp:compensate=2,adaptive", "bsp"]),
+        (
+            "bsp, ssp:4,bsp:backup=1,grace=5ms,ASP:divide",
+            ["bsp", "ssp:4", "bsp:backup=1,grace=5ms", "asp:divide"],
+        ),
+        (
+            "asp:compensate=2,adaptive+int8,bsp+sign/none, bsp+topk,bsp+none/bf16,bsp+none",
+            [
+                "asp:compensate=2,adaptive+int8/bf16",
+                *("bsp+sign/none", "bsp+topk:0.01/bf16", "bsp+none/bf16", "bsp"),
+            ],
+        ),
+    ):
+        assert [str(mode) for mode in modes_of(text)] == expected
+
+
+def test_workers_have_the_settings_of_their_mode() -> None:
+    assert ComparedMode.parsed("ssp:2+topk:0.1:50").environment == {
+        "PUSHPULL_CONSISTENCY": "ssp:2",
+        "PUSHPULL_PUSH_CODEC": "topk:0.1:50",
+        "PUSHPULL_PULL_CODEC": "bf16",
+    }
 
 
 @pytest.mark.parametrize(
@@ -142,6 +161,10 @@ def test_modes_are_separated_by_commas_though_a_mode_may_have_some() -> None:
         ("grace=5ms", "consistency is 'grace=5ms'"),
         ("bsp,asp,asp", "'asp' twice"),
         ("lax", "expected one of bsp"),
+        ("bsp+zip", "push_codec is 'zip'; expected one of none, fp32"),
+        ("bsp+", "push_codec is ''; expected one of"),
+        ("bsp+int8/sign", "pull_codec is 'sign'; expected one of"),
+        ("bsp+int8,bsp+int8/bf16", "'bsp\\+int8/bf16' twice"),
     ],
 )
 def test_wrong_modes_are_refused_by_name(text: str, named: str) -> None:

@@ -198,8 +198,9 @@ def test_the_page_is_well_formed_and_has_table_and_plots() -> None:
     assert len(list(root.iter("figure"))) == 5
     rows = [[cell.text for cell in row] for row in root.iter("tr")]
     assert rows[0][:5] == ["mode", "runs", "time, s", "of bsp", "steps/s"]
-    assert rows[1][:6] == ["bsp", "1", "2.0", "1.00", "5.0", "0.97"]
-    assert rows[2][5] == "not finite"
+    assert rows[0][5:7] == ["MB pushed", "MB pulled"]
+    assert rows[1][:8] == ["bsp", "1", "2.0", "1.00", "5.0", "0.0", "0.0", "0.97"]
+    assert rows[2][7] == "not finite"
     assert rows[3][:3] == ["ssp:4", "0 of 1", "-"]
     assert ["cpu", "<fast> & cheap"] in rows
     assert ["memory", "3.0 GiB"] in rows

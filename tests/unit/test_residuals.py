@@ -13,18 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_core.codecs import int8
+from ps_core.codecs.choices import PushCodec, name_of
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, InvalidTensor
 from ps_core.keys import TableId
 from ps_core.tables.elements import Codec, DType, pack_presence
 from ps_core.tables.table import Table
 from ps_worker.compression.push_encoder import PushEncoder, decode_into
-from ps_worker.compression.table_codecs import (
-    OWN_CODECS,
-    PushCodec,
-    TableCodecs,
-    codecs_of,
-    name_of,
-)
+from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs, codecs_of
 from ps_worker.spec.optimizers import SGD, Assign
 from ps_worker.spec.settings import TableOptions, table_spec
 from ps_worker.spec.values import BlockValues

@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from ps_cli.compare.modes import ComparedMode
 from ps_cli.compare.records import LossEntry, TableEntry, read_records
+from ps_core.codecs.choices import PushCodec
 from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig
+from ps_core.tables.elements import Codec
 from ps_core.tables.table_spec import TableSpec
 from ps_worker.client.step_record import StepLine, StepRecord
+from ps_worker.compression.table_codecs import TableCodecs
 from ps_worker.spec.optimizers import SGD
 from ps_worker.spec.settings import table_spec
 
@@ -41,21 +45,24 @@ def kinds(folder: Path, rank: int = 0) -> list[str]:
 
 def test_a_loss_belongs_to_the_step_before_it(tmp_path: Path) -> None:
     record = StepRecord(str(tmp_path), 1, 2)
-    record.table(spec("ssp:2"))
+    record.table(spec("ssp:2"), TableCodecs(PushCodec.parsed("topk"), Codec.BF16))
     record.step(line(1))
     record.loss(0.5, 1)
     record.step(line(2, staleness=3))
     record.loss(float("nan"), 2)
     record.quality({"accuracy": 0.75})
-    record.close()
-    record.close()
+    record.close(70, 30)
+    record.close(80, 40)
     assert kinds(tmp_path, 1) == ["start", "table", "step", "step", "quality", "end"]
     (read,) = read_records(tmp_path)
     assert read.rank == 1
-    assert read.tables == (TableEntry("w", "sgd", "ssp:2"),)
+    assert read.tables == (
+        TableEntry("w", "sgd", ComparedMode(parsed("ssp:2"), "topk:0.01", "bf16")),
+    )
     assert [step.staleness for step in read.steps] == [0, 3]
     assert [(entry.step, entry.loss) for entry in read.losses] == [(1, 0.5), (2, None)]
     assert read.quality == {"accuracy": 0.75}
+    assert (read.pushed_bytes, read.pulled_bytes) == (70, 30)
     assert read.steps[0].duration_s == pytest.approx(0.043)
     assert read.steps[0].ended_s <= read.steps[1].ended_s
 
@@ -63,7 +70,7 @@ def test_a_loss_belongs_to_the_step_before_it(tmp_path: Path) -> None:
 def test_losses_without_a_step_of_ours_are_kept_with_their_clock(tmp_path: Path) -> None:
     record = StepRecord(str(tmp_path), 0, 1)
     record.loss(0.5, 7)
-    record.close()
+    record.close(0, 0)
     (read,) = read_records(tmp_path)
     assert read.steps == ()
     assert read.losses == (LossEntry(7, read.losses[0].at_s, 0.5),)
@@ -79,7 +86,7 @@ def test_a_record_that_was_cut_counts_up_to_there(tmp_path: Path) -> None:
     path.write_text(whole[:-9], encoding="utf-8")
     (read,) = read_records(tmp_path)
     assert len(read.steps) == 1
-    record.close()
+    record.close(0, 0)
 
 
 def test_an_empty_file_is_no_worker(tmp_path: Path) -> None:
@@ -91,7 +98,7 @@ def test_without_a_directory_nothing_is_written(tmp_path: Path) -> None:
     record = StepRecord("", 0, 1)
     record.step(line(1))
     record.loss(0.5, 1)
-    record.close()
+    record.close(0, 0)
     assert not record.is_on
     assert list(tmp_path.iterdir()) == []
 

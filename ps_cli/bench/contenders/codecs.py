@@ -13,12 +13,12 @@ import torch
 import ps_worker as ps
 from ps_cli.bench.contenders.child import Actions
 from ps_core.codecs import payloads
+from ps_core.codecs.choices import PushCodec
 from ps_core.keys import TableId
 from ps_core.tables.elements import Codec
 from ps_core.tables.table import Table
 from ps_runtime.grpc.channels import tune_allocator
 from ps_worker.compression.push_encoder import PushEncoder, decode_into
-from ps_worker.compression.table_codecs import PushCodec
 from ps_worker.spec.settings import table_spec
 from ps_worker.spec.values import BlockValues
 

@@ -13,8 +13,8 @@ import ps_worker as ps
 from ps_cli.bench.contenders.child import Actions
 from ps_cli.bench.instruments.sampling import call_latencies
 from ps_cli.bench.lanes import SHARED_MEMORY
+from ps_core.codecs.choices import PULL_CHOICES
 from ps_core.tables.elements import Codec
-from ps_worker.compression.table_codecs import PULL_CHOICES
 
 ELEMENT_BYTES = 4
 PRIVATE = "/private"

@@ -16,8 +16,8 @@ from ps_cli.bench.contenders.worker import CODEC, pull_codec_of
 from ps_cli.bench.instruments.sampling import Operation, figures_table, measured_in_turns, rounded
 from ps_cli.bench.measurements.dense import MOVES, operations_by_move
 from ps_cli.bench.settings import BenchSettings
+from ps_core.codecs.choices import PushCodec
 from ps_core.tables.elements import Codec
-from ps_worker.compression.table_codecs import PushCodec
 
 DEFAULT_SIZE_MB = 64
 QUICK_SIZE_MB = 2

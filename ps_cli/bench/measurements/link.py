@@ -14,8 +14,8 @@ from ps_cli.bench.contenders.worker import pull_codec_of
 from ps_cli.bench.instruments.sampling import figures_table, rounded, take_turns
 from ps_cli.bench.instruments.shaped_link import shaped_link
 from ps_cli.bench.settings import BenchSettings
+from ps_core.codecs.choices import NONE
 from ps_runtime.cluster import join_secret
-from ps_worker.compression.table_codecs import NONE
 
 DEFAULT_SIZE_MB = 64
 QUICK_SIZE_MB = 2

@@ -1,0 +1,125 @@
+"""Codecs as a script or a user chooses them: "int8", "topk:0.01", "none"."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ps_core.errors import InvalidConfig
+from ps_core.tables.elements import Codec
+
+_Number = TypeVar("_Number", int, float)
+
+NONE = "none"
+"""No codec: payloads are of the table's own dtype."""
+
+TOP_K, RANDOM_K = "topk", "randomk"
+"""Names of the two ways to pick the elements of a SPARSE payload."""
+
+PULL_CHOICES = (NONE, *(codec.value for codec in (Codec.FP32, Codec.FP16, Codec.BF16, Codec.INT8)))
+"""A pull has no feedback, and without it signs and a few elements are no values."""
+
+PUSH_CHOICES = (*PULL_CHOICES, Codec.SIGN.value, TOP_K, RANDOM_K)
+
+DEFAULT_SHARE, MOST_SHARE = 0.01, 0.5
+"""Shares of a block's elements; to send half of them with their places saves nothing."""
+
+_FIRST_SHARE = 0.25
+"""The share of a warm-up's first step."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushCodec:
+    """The way that gradients travel.
+
+    Attributes:
+        codec: on the wire.
+        share: SPARSE: of a block's elements, those that a step sends; at least one is.
+        is_random: SPARSE: they are drawn; False: they are the largest.
+        warm_up_count: SPARSE: steps of a table in which the share falls from a quarter, by the same
+            factor in each (Lin et al., Deep Gradient Compression, 2018).
+    """
+
+    codec: Codec
+    share: float = 0.0
+    is_random: bool = False
+    warm_up_count: int = 0
+
+    @classmethod
+    def parsed(cls, text: str) -> PushCodec:
+        """The codec of a choice other than "none", such as "int8", "topk:0.01" or "topk:0.01:500".
+
+        Raises:
+            InvalidConfig: there is no such codec, or a number is wrong.
+        """
+        name, *numbers = text.split(":")
+        if name not in (TOP_K, RANDOM_K):
+            if text not in PUSH_CHOICES:
+                raise InvalidConfig(
+                    f"push_codec is {text!r}; expected one of {', '.join(PUSH_CHOICES)}"
+                )
+            return cls(Codec(text))
+        share, warm_up = [*numbers, *("", "")][:2]
+        found = cls(
+            Codec.SPARSE,
+            _number(float, share, text) if share else DEFAULT_SHARE,
+            name == RANDOM_K,
+            _number(int, warm_up, text) if warm_up else 0,
+        )
+        if len(numbers) > 2 or not 0 < found.share < MOST_SHARE or found.warm_up_count < 0:
+            raise _wrong(text)
+        return found
+
+    def __str__(self) -> str:
+        if self.codec is not Codec.SPARSE:
+            return str(self.codec.value)
+        name = RANDOM_K if self.is_random else TOP_K
+        warm_up = f":{self.warm_up_count}" if self.warm_up_count else ""
+        return f"{name}:{self.share:g}{warm_up}"
+
+    def payload_bytes(self, element_count: int, clock: int) -> int:
+        """Bytes of the payload of so many elements in the step of that clock."""
+        if self.codec is Codec.SPARSE:
+            element_count = max(1, round(self._share_at(clock) * element_count))
+        return self.codec.payload_bytes(element_count)
+
+    def _share_at(self, clock: int) -> float:
+        if clock > self.warm_up_count or self.share > _FIRST_SHARE:
+            return self.share
+        done = (clock - 1) / self.warm_up_count
+        return _FIRST_SHARE * math.pow(self.share / _FIRST_SHARE, done)
+
+    def saves(self, native: Codec) -> bool:
+        """True if payloads have fewer bytes than those of a table's own codec."""
+        if self.codec is Codec.SPARSE:
+            return self.share * Codec.SPARSE.payload_bytes(1) < native.element_bytes
+        return self.codec.element_bits < native.element_bits
+
+
+def _number(kind: type[_Number], digits: str, text: str) -> _Number:
+    try:
+        return kind(digits)
+    except ValueError:
+        raise _wrong(text) from None
+
+
+def _wrong(text: str) -> InvalidConfig:
+    return InvalidConfig(
+        f"push_codec is {text!r}; expected NAME:SHARE or NAME:SHARE:STEPS, with a share above 0 "
+        f"and below {MOST_SHARE}, and the steps of a warm-up, such as {TOP_K}:{DEFAULT_SHARE}:500"
+    )
+
+
+def name_of(codec: PushCodec | Codec | None) -> str:
+    """The choice of a push's or a pull's codec, as a script writes it."""
+    if codec is None:
+        return NONE
+    return codec.value if isinstance(codec, Codec) else str(codec)
+
+
+def check_codec(option: str, name: object) -> PushCodec | None:
+    """The codec of this name, None for "none"; InvalidConfig if there is none for the option."""
+    if option == "pull_codec" and name not in PULL_CHOICES:
+        raise InvalidConfig(f"{option} is {name!r}; expected one of {', '.join(PULL_CHOICES)}")
+    return None if name == NONE else PushCodec.parsed(str(name))
