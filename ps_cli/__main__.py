@@ -21,6 +21,7 @@ from ps_cli.console.options import ScriptCommand, options_of
 from ps_cli.console.output import FILE_WIDTH, Output
 from ps_cli.console.reported import guarded, reported
 from ps_cli.console.scheduler_query import first_status, server_answers
+from ps_cli.plan.options import PlanOptions
 from ps_cli.replay.options import ReplayOptions
 from ps_cli.status.document import status_document
 from ps_cli.status.hot_rows import hot_rows_document, hot_rows_view
@@ -91,6 +92,23 @@ def compare(options: CompareOptions) -> None:
     from ps_cli.compare.compare import compare as run_comparison
 
     reported(lambda _: run_comparison(options))
+
+
+@app.command()
+@options_of(PlanOptions)
+def plan(options: PlanOptions) -> None:
+    """Predict the step time, the bottleneck and the cost of a cluster, before it is there.
+
+    Steps are simulated, with the processor's costs as measured on the reference machine or, with
+    --costs, on yours. `docs/guides/PLANNING.md` says what the prediction knows and leaves out.
+
+    Example: `pushpull plan --workers 1000 --servers 100 --bandwidth 25Gbit --model 7e9
+    --compute 300ms`
+    """
+    # Imported here, because other commands start without numpy.
+    from ps_cli.plan.plan import plan as run_plan
+
+    reported(lambda output: run_plan(options, output))
 
 
 @app.command()

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import NewType
 
 from ps_core.errors import InvalidKeys
-from ps_core.limits import SLOT_COUNT
+from ps_core.limits import LARGE_CLUSTER_RANGE_COUNT, RANGE_COUNT, SLOT_COUNT
 
 NodeId = NewType("NodeId", int)
 Incarnation = NewType("Incarnation", int)
@@ -27,6 +27,7 @@ TableId = NewType("TableId", int)
 Slot = NewType("Slot", int)
 
 _GOLDEN = 40_503
+_RANGES_A_SERVER = 16  # one more or less is 6 % of a server's share
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,14 @@ class KeyRange:
 def slot_of_ordinal(ordinal: int) -> Slot:
     """The slot of the block with global ordinal `ordinal` (from 0)."""
     return Slot((ordinal * _GOLDEN) % SLOT_COUNT)
+
+
+def range_count_for(server_count: int) -> int:
+    """Default number of key ranges: the fewest that share evenly, a power of two."""
+    wanted = RANGE_COUNT
+    while wanted < server_count * _RANGES_A_SERVER:
+        wanted *= 2
+    return min(wanted, LARGE_CLUSTER_RANGE_COUNT)
 
 
 def key_ranges(count: int) -> tuple[KeyRange, ...]:

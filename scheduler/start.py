@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ps_core.errors import InvalidJournal, PushpullError
-from ps_core.keys import Incarnation
+from ps_core.keys import Incarnation, range_count_for
 from ps_runtime.observe import logs
 from ps_runtime.system import clock
 from scheduler.config import SchedulerConfig
@@ -23,7 +23,6 @@ from scheduler.edge.restoring import checkpoints_under, restored_at_start
 from scheduler.edge.sqlite_store import SqliteStore
 from scheduler.journal import records
 from scheduler.machine.cluster import Cluster, Decision
-from scheduler.machine.placement import range_count_for
 from scheduler.machine.state import (
     MIN_TOKEN_KEY_BYTES,
     TIMELINE_BYTES,

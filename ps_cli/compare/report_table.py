@@ -53,7 +53,11 @@ def measure_text(value: float | None) -> str:
 
 
 def table_of(comparison: Comparison, rows: Sequence[ModeRow]) -> Table:
-    head, cells = head_and_cells(comparison, rows)
+    return cells_table(*head_and_cells(comparison, rows))
+
+
+def cells_table(head: Cells, cells: Sequence[Cells]) -> Table:
+    """The terminal's table; numbers are at the right."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for at, name in enumerate(head):
         table.add_column(name, justify="right" if at else "left", overflow="fold")

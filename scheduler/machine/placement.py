@@ -25,16 +25,6 @@ from ps_core.errors import check
 from ps_core.keys import NodeId, RangeId, slot_of_ordinal
 from ps_core.tables.table import Table
 
-_RANGES_A_SERVER = 16  # one more or less is 6 % of a server's share
-
-
-def range_count_for(server_count: int) -> int:
-    """Default number of key ranges: the fewest that share evenly, a power of two."""
-    wanted = limits.RANGE_COUNT
-    while wanted < server_count * _RANGES_A_SERVER:
-        wanted *= 2
-    return min(wanted, limits.LARGE_CLUSTER_RANGE_COUNT)
-
 
 def fullest_range(table: Table, range_count: int) -> tuple[RangeId, int]:
     counts = _blocks_by_range(table, range_count)

@@ -11,12 +11,20 @@ from hypothesis import strategies as st
 
 from ps_core import limits
 from ps_core.errors import InvariantViolation
-from ps_core.keys import NodeId, RangeId, TableId, key_ranges, range_of_slot, slot_of_ordinal
+from ps_core.keys import (
+    NodeId,
+    RangeId,
+    TableId,
+    key_ranges,
+    range_count_for,
+    range_of_slot,
+    slot_of_ordinal,
+)
 from ps_core.tables.elements import DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
-from scheduler.machine.placement import bytes_by_range, place, range_count_for
+from scheduler.machine.placement import bytes_by_range, place
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,132 @@
+"""The processor's share of a step, as measured: CPU seconds of workers and servers.
+
+A GB is 10^9 bytes of float32, whatever its bytes in a codec are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from ps_core.codecs.choices import NONE
+from ps_core.errors import InvalidConfig
+from ps_core.tables.elements import Codec
+
+_Cost = TypeVar("_Cost")
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """CPU seconds at the two ends of a push or a pull."""
+
+    worker_s: float
+    server_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """CPU seconds of one thread, by what it does.
+
+    Attributes:
+        machine: the processor that they were measured on.
+        push: a GB pushed, by codec: encoded, sent; received, decoded, checked, accumulated.
+        pull: a GB pulled, by codec.
+        push_block: a block pushed, beside its bytes: its messages, its share of a seal.
+        pull_block: a block pulled, beside its bytes.
+        update_s: a GB of updates, by optimizer.
+        replica_s: a GB of updates sent to a backup, received and applied there: both ends.
+        training_s: a GB of a model in `DistributedOptimizer`, beside its push and its pull:
+            gradients staged, parameters looked at and loaded.
+        call_s: seconds, not of CPU, of a call without payload, there and back on one host.
+    """
+
+    machine: str
+    push: dict[str, Ends]
+    pull: dict[str, Ends]
+    push_block: Ends
+    pull_block: Ends
+    update_s: dict[str, float]
+    replica_s: float
+    training_s: float
+    call_s: float
+
+    def of(self, way: str, codec: Codec) -> Ends:
+        """A GB in that codec, pushed or pulled; raises InvalidConfig as `update_of`."""
+        found: dict[str, Ends] = getattr(self, way)
+        return _known(found, NONE if codec is Codec.FP32 else codec.value, f"a {way} in the codec")
+
+    def update_of(self, optimizer: str) -> float:
+        """A GB updated; InvalidConfig if that was not measured."""
+        return _known(self.update_s, optimizer, "the optimizer")
+
+    def document(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+def costs_of(text: str, source: str) -> Costs:
+    """The inverse of `Costs.document`, from JSON; InvalidConfig names `source` if it is another's.
+
+    Args:
+        text: the JSON.
+        source: the file, for the error.
+    """
+    try:
+        given = json.loads(text)
+        ends = {
+            name: {codec: Ends(**each) for codec, each in given[name].items()}
+            for name in ("push", "pull")
+        }
+        blocks = {name: Ends(**given[name]) for name in ("push_block", "pull_block")}
+        costs = Costs(**{**given, **ends, **blocks})
+        figures = [*_figures(costs.document())]
+        if not all(math.isfinite(each) and each >= 0 for each in figures):
+            raise ValueError(figures)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InvalidConfig(
+            f"{source} has no costs ({error!r}); expected a file that `pushpull plan --measure "
+            "FILE` wrote"
+        ) from None
+    return costs
+
+
+def _known(costs: dict[str, _Cost], name: str, what: str) -> _Cost:
+    if name not in costs:
+        raise InvalidConfig(f"{what} {name} has no measured cost; expected {', '.join(costs)}")
+    return costs[name]
+
+
+def _figures(value: Any) -> Any:
+    for each in value.values():
+        if isinstance(each, dict):
+            yield from _figures(each)
+        elif not isinstance(each, str):
+            yield float(each)
+
+
+REFERENCE = Costs(
+    machine="not measured yet",
+    push={
+        "none": Ends(0.30, 0.35),
+        "bf16": Ends(0.33, 0.35),
+        "fp16": Ends(0.33, 0.35),
+        "int8": Ends(0.45, 0.30),
+        "sign": Ends(0.90, 0.40),
+        "sparse": Ends(0.60, 0.10),
+    },
+    pull={
+        "none": Ends(0.25, 0.15),
+        "bf16": Ends(0.25, 0.25),
+        "fp16": Ends(0.25, 0.25),
+        "int8": Ends(0.25, 0.40),
+    },
+    push_block=Ends(2e-5, 4e-5),
+    pull_block=Ends(1e-5, 1e-5),
+    update_s={"sgd": 0.08, "adam": 0.17, "adamw": 0.17, "adagrad": 0.13, "rmsprop": 0.3},
+    replica_s=0.8,
+    training_s=0.8,
+    call_s=4e-4,
+)
+"""Of the reference machine."""

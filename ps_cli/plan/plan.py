@@ -1,0 +1,70 @@
+"""`pushpull plan`: simulate a cluster under several modes, and show what limits each."""
+
+from __future__ import annotations
+
+import ps_worker
+from ps_cli.compare.modes import modes_of
+from ps_cli.console.output import Output
+from ps_cli.plan.cluster import PlannedCluster
+from ps_cli.plan.costs import REFERENCE, Costs, costs_of
+from ps_cli.plan.options import PlanOptions
+from ps_cli.plan.steps import planned_step
+from ps_cli.plan.table import table_of
+from ps_cli.plan.units import bytes_per_s_of, count_of, seconds_of
+from ps_core.errors import InvalidConfig
+from ps_core.tables.elements import DType
+
+_DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
+
+
+def plan(options: PlanOptions, output: Output) -> int:
+    """Print the table of a plan, and write its page if one is asked for.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        InvalidConfig: an option is wrong, or a file cannot be read or written.
+    """
+    planned = cluster_of(options)
+    costs = costs_from(options)
+    modes = modes_of(options.modes)
+    steps = {mode: planned_step(planned, mode, costs) for mode in modes}
+    output.print(table_of(options, steps))
+    output.say(f"costs of the processor: {costs.machine}")
+    return 0
+
+
+def cluster_of(options: PlanOptions) -> PlannedCluster:
+    """The cluster that the options describe; InvalidConfig if one is wrong or missing."""
+    for option, example in (("model", "7e9"), ("compute", "300ms")):
+        if not getattr(options, option):
+            raise InvalidConfig(f"{option} is not given; expected --{option}, such as {example}")
+    dtypes = [dtype.value for dtype in _DTYPES]
+    if options.dtype not in dtypes:
+        raise InvalidConfig(f"dtype is '{options.dtype}'; expected one of {', '.join(dtypes)}")
+    planned = PlannedCluster(
+        worker_count=options.workers,
+        server_count=options.servers,
+        bytes_per_s=bytes_per_s_of(options.bandwidth),
+        latency_s=0.0 if options.one_host else seconds_of("latency", options.latency),
+        element_count=count_of("model", options.model),
+        dtype=DType(options.dtype),
+        optimizer=options.optimizer,
+        compute=ps_worker.ComputeTime.parsed(options.compute),
+        backward_share=options.backward,
+        replica_count=options.replicas,
+        host_cores=options.one_host,
+    )
+    return planned.validated()
+
+
+def costs_from(options: PlanOptions) -> Costs:
+    """The costs of the file of --costs, else those of the reference machine."""
+    if options.costs is None:
+        return REFERENCE
+    try:
+        text = options.costs.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidConfig(f"the costs {options.costs} cannot be read: {error}") from error
+    return costs_of(text, str(options.costs))

@@ -1,0 +1,274 @@
+"""Steps of a planned cluster in simulated time, and the resource that is busiest in them.
+
+Workers are alike, and so are servers: all workers are simulated, and of the servers the fullest one
+alone (on one host, where they share its cores, all). Bytes and work are grouped: a worker's step
+moves in up to 32 segments, each with its share of every server. So 1000 workers take seconds.
+
+A step:
+    1. The worker computes. Segments of its gradient are ready one after the other while backward
+       runs. Each passes the worker's processor and link, the network, the server's link and its
+       loop, which accumulates it.
+    2. When all of them are received, a message there and back later, the seal is with the server.
+    3. The gate. BSP: the step of the last worker whose step is waited for starts the update. SSP
+       and ASP: each step is an update. With a replica the update goes to the backup before it
+       counts; the server is somebody else's backup, so its own loop and link do as much for another.
+    4. The pull, when the gate lets it go: segments pass the server's loop and link, the worker's
+       link and its processor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from statistics import fmean
+
+from ps_cli.compare.modes import ComparedMode
+from ps_cli.plan.cluster import PlannedCluster, load_of
+from ps_cli.plan.costs import Costs
+from ps_cli.plan.simulation import Cores, Latch, Process, Resume, Simulation, Station, Wait
+from ps_core.consistency import Mode
+
+_FEWEST_SEGMENTS, _MOST_SEGMENTS = 8, 32
+_SEGMENTS_A_STEP = 8_000
+"""Of all workers together, within the limits above."""
+
+_STEP_COUNT = 4
+_STRAGGLER_STEP_COUNT = 12
+"""Steps of a worker that count, after the warm-up."""
+
+_MOST_WARM_UP = 40
+"""Steps in which workers of SSP run apart."""
+
+COMPUTE, WORKER_CPU, WORKER_LINK = "compute", "worker's CPU", "worker's link"
+SERVER_CPU, SERVER_LINK, OTHERS = "server's CPU", "server's link", "stragglers"
+RESOURCES = (COMPUTE, WORKER_CPU, WORKER_LINK, SERVER_CPU, SERVER_LINK, OTHERS)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A mode's steps, once they are steady.
+
+    Attributes:
+        step_s: the time from one step of a worker to its next, the mean of the workers.
+        steps_per_s: steps of all workers that took part in an update.
+        pushed_bytes: of a worker's step.
+        pulled_bytes: of a worker's step.
+        server_in_bytes: what the fullest server receives in the time of a step.
+        server_out_bytes: what it sends.
+        busy: the share of the time that each resource is busy: the busier direction of a link,
+            computing, and waiting for the step of a slower worker; means of the workers.
+    """
+
+    step_s: float
+    steps_per_s: float
+    pushed_bytes: float
+    pulled_bytes: float
+    server_in_bytes: float
+    server_out_bytes: float
+    busy: dict[str, float]
+
+    @property
+    def bottleneck(self) -> str:
+        """The busiest resource."""
+        return max(self.busy, key=lambda name: self.busy[name])
+
+
+def planned_step(cluster: PlannedCluster, mode: ComparedMode, costs: Costs) -> PlannedStep:
+    """Simulate steps of a cluster under `mode`.
+
+    Raises:
+        InvalidConfig: the costs lack its codec or its optimizer, or it has too few workers.
+    """
+    return _Cluster(cluster, mode, costs).steady()
+
+
+class _Node:
+    """A node: the directions of its link, and the one thread of its process that counts."""
+
+    def __init__(self, simulation: Simulation, cores: Cores | None) -> None:
+        self.cpu = Station(simulation, cores)
+        self.sending, self.receiving = Station(simulation), Station(simulation)
+        self.computed_s = self.waited_s = 0.0
+
+    @property
+    def link_busy_s(self) -> float:
+        return max(self.sending.busy_s, self.receiving.busy_s)
+
+
+class _Gate:
+    """The newest clock whose steps are there (`decided`) and applied (`version`), of all workers or
+    of so many that an update needs.
+    """
+
+    def __init__(self) -> None:
+        self.decided = self.version = 0
+        self.decided_s: dict[int, float] = {}
+        self.arrived: Counter[int] = Counter()
+        self._waiting: defaultdict[int, list[Resume]] = defaultdict(list)
+
+    def passed(self, clock: float) -> Wait:
+        """Wait until the clock is applied."""
+
+        def wait(resume: Resume) -> None:
+            if clock <= self.version:
+                resume()
+            else:
+                self._waiting[int(clock)].append(resume)
+
+        return wait
+
+    def apply(self, clock: int) -> None:
+        self.version = clock
+        for resume in self._waiting.pop(clock, ()):
+            resume()
+
+
+class _Cluster:
+    """The processes of a simulated cluster."""
+
+    def __init__(self, planned: PlannedCluster, mode: ComparedMode, costs: Costs) -> None:
+        self._planned = planned
+        self._consistency = mode.consistency
+        self._load = load_of(planned, mode, costs)
+        self._simulation = Simulation()
+        self._gate = _Gate()
+        cores = Cores(planned.host_cores) if planned.host_cores else None
+        self._workers = [_Node(self._simulation, cores) for _ in range(planned.worker_count)]
+        server_count = planned.server_count if cores else 1
+        self._servers = [_Node(self._simulation, cores) for _ in range(server_count)]
+        self._byte_s = 0.0 if cores else 1 / planned.bytes_per_s
+        self._trip_s = costs.call_s + planned.latency_s
+        segments = _SEGMENTS_A_STEP // planned.worker_count
+        self._segment_count = max(_FEWEST_SEGMENTS, min(_MOST_SEGMENTS, segments))
+        self._step_count = self._counted_count = 0
+
+    def steady(self) -> PlannedStep:
+        """The steps after the warm-up."""
+        planned, load = self._planned, self._load
+        count, share = planned.worker_count, planned.fullest_share
+        warm_up, steps = 1, _STEP_COUNT
+        if planned.compute.slow_s:
+            steps = _STRAGGLER_STEP_COUNT
+            warm_up += min(_MOST_WARM_UP, 2 * self._consistency.staleness)
+        for rank in range(count):
+            self._simulation.start(self._worker(rank))
+        self._run(warm_up * count)
+        before, began_s, counted = self._busy_s(), self._simulation.now_s, self._counted_count
+        self._run((warm_up + steps) * count)
+        after, elapsed_s = self._busy_s(), self._simulation.now_s - began_s
+        replica_bytes = load.replica_bytes * (1 if self._is_bsp else count)
+        return PlannedStep(
+            step_s=elapsed_s / steps,
+            steps_per_s=(self._counted_count - counted) / elapsed_s,
+            pushed_bytes=load.pushed_bytes,
+            pulled_bytes=load.pulled_bytes,
+            server_in_bytes=share * (count * load.pushed_bytes + replica_bytes),
+            server_out_bytes=share * (count * load.pulled_bytes + replica_bytes),
+            busy={name: (after[name] - before[name]) / elapsed_s for name in RESOURCES},
+        )
+
+    @property
+    def _is_bsp(self) -> bool:
+        return self._consistency.mode is Mode.BSP
+
+    def _run(self, step_count: int) -> None:
+        self._simulation.run_until(lambda: self._step_count >= step_count)
+
+    def _busy_s(self) -> dict[str, float]:
+        workers, servers = self._workers, self._servers
+        return {
+            COMPUTE: fmean(node.computed_s for node in workers),
+            WORKER_CPU: fmean(node.cpu.busy_s for node in workers),
+            WORKER_LINK: fmean(node.link_busy_s for node in workers),
+            SERVER_CPU: fmean(node.cpu.busy_s for node in servers),
+            SERVER_LINK: fmean(node.link_busy_s for node in servers),
+            OTHERS: fmean(node.waited_s for node in workers),
+        }
+
+    def _worker(self, rank: int) -> Process:
+        """Steps without end."""
+        node, planned, gate = self._workers[rank], self._planned, self._gate
+        segments = range(self._segment_count)
+        moves = [(node, server) for _ in segments for server in self._servers]
+        clock = 0
+        while True:
+            clock = max(clock, gate.decided) + 1  # a discarded step leaves clocks out
+            compute_s = planned.compute.seconds(rank, planned.worker_count, clock)
+            received = Latch(len(moves))
+            yield self._simulation.delay(compute_s * (1 - planned.backward_share))
+            for _ in segments:
+                yield self._simulation.delay(compute_s * planned.backward_share / len(segments))
+                for server in self._servers:
+                    self._simulation.start(self._push(node, server, received))
+            node.computed_s += compute_s
+            yield received
+            yield self._simulation.delay(self._trip_s)
+            yield from self._sealed(node, clock)
+            pulled = Latch(len(moves))
+            for move in moves:
+                self._simulation.start(self._pull(*move, pulled))
+            yield pulled
+            self._step_count += 1
+
+    def _push(self, worker: _Node, server: _Node, received: Latch) -> Process:
+        load, parts = self._load, self._segment_count
+        share = self._planned.fullest_share / parts
+        own = parts * len(self._servers)
+        yield worker.cpu.serve(load.worker_push_s / own)
+        yield worker.sending.serve(load.pushed_bytes * self._byte_s / own)
+        yield self._simulation.delay(self._planned.latency_s / 2)
+        yield server.receiving.serve(load.pushed_bytes * self._byte_s * share)
+        yield server.cpu.serve(load.server_push_s * share)
+        received.arrive()
+
+    def _pull(self, worker: _Node, server: _Node, pulled: Latch) -> Process:
+        load, parts = self._load, self._segment_count
+        share = self._planned.fullest_share / parts
+        own = parts * len(self._servers)
+        yield server.cpu.serve(load.server_pull_s * share)
+        yield server.sending.serve(load.pulled_bytes * self._byte_s * share)
+        yield self._simulation.delay(self._planned.latency_s / 2)
+        yield worker.receiving.serve(load.pulled_bytes * self._byte_s / own)
+        yield worker.cpu.serve(load.worker_pull_s / own)
+        pulled.arrive()
+
+    def _sealed(self, node: _Node, clock: int) -> Process:
+        """The worker's step is with the servers: wait until its pull may go."""
+        gate, began_s = self._gate, self._simulation.now_s
+        if clock > gate.decided:
+            self._counted_count += 1
+        if not self._is_bsp:
+            yield self._updated()
+        needed = self._planned.worker_count - self._consistency.backup_workers
+        gate.arrived[clock] += 1
+        if gate.arrived[clock] == needed:
+            self._simulation.start(self._decided(clock))
+        if self._consistency.mode is not Mode.ASP:
+            awaited = clock - self._consistency.staleness
+            yield gate.passed(awaited)
+            node.waited_s += max(0.0, gate.decided_s.get(awaited, began_s) - began_s)
+
+    def _decided(self, clock: int) -> Process:
+        """As many workers as an update needs, or all, have sent their steps of the clock."""
+        yield self._simulation.delay(self._consistency.grace_ms / 1000)
+        self._gate.decided = clock
+        self._gate.decided_s[clock] = self._simulation.now_s
+        if self._is_bsp:
+            yield self._updated()
+        self._gate.apply(clock)
+
+    def _updated(self) -> Latch:
+        """Wait until all servers have applied an update."""
+        updated = Latch(len(self._servers))
+        for server in self._servers:
+            self._simulation.start(self._update(server, updated))
+        return updated
+
+    def _update(self, server: _Node, updated: Latch) -> Process:
+        load, share = self._load, self._planned.fullest_share
+        yield server.cpu.serve((load.update_s + load.replica_s) * share)
+        if load.replica_bytes:
+            yield server.sending.serve(load.replica_bytes * self._byte_s * share)
+            yield server.receiving.serve(load.replica_bytes * self._byte_s * share)
+            yield self._simulation.delay(self._trip_s)
+        updated.arrive()
