@@ -61,12 +61,7 @@ def comparison_of(options: CompareOptions) -> Comparison:
     if len(set(seeds)) != len(seeds):
         raise InvalidConfig(f"the seeds {seeds} name one twice")
     for mode in modes:
-        backup_count = mode.consistency.backup_workers
-        if backup_count >= options.workers:
-            raise InvalidConfig(
-                f"'{mode}' has {backup_count} backup workers of {options.workers} workers; "
-                "expected fewer"
-            )
+        mode.check_fits(options.workers)
     if options.straggler:
         ps_worker.ComputeTime.parsed(options.straggler).check_fits(options.workers)
     if options.report.suffix == ".json":

@@ -43,6 +43,15 @@ class ComparedMode:
             return str(self.consistency)
         return f"{self.consistency}+{self.push_codec}/{self.pull_codec}"
 
+    def check_fits(self, worker_count: int) -> None:
+        """Raises InvalidConfig if an update would wait for none of so many workers."""
+        backup_count = self.consistency.backup_workers
+        if backup_count >= worker_count:
+            raise InvalidConfig(
+                f"'{self}' has {backup_count} backup workers of {worker_count} workers; "
+                "expected fewer"
+            )
+
     @property
     def environment(self) -> dict[str, str]:
         """The settings of a worker."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ps_cli.compare.figures import PHASE_TIMES, ModeRow, WorkerTime
 from ps_cli.compare.report_document import FINISHED, ComparedRun, Comparison, missing_reports
 from ps_cli.compare.report_table import head_and_cells
+from ps_cli.console.page import Plot, page
 from ps_cli.console.svg import (
     Bar,
     Histogram,
@@ -34,27 +32,12 @@ PHASES = (
 )
 """Computing is grey, so that waiting is seen, by colour-blind people as well."""
 
-_TEMPLATE = "report.html.j2"
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """A section of the page: an SVG image below its title and its legend."""
-
-    title: str
-    svg: str
-    legend: tuple[LegendEntry, ...] = ()
-
 
 def page_of(comparison: Comparison, runs: Sequence[ComparedRun], rows: Sequence[ModeRow]) -> str:
     head, cells = head_and_cells(comparison, rows)
-    templates = Environment(
-        loader=PackageLoader("ps_cli.compare", ""),
-        autoescape=True,
-        trim_blocks=True,
-        undefined=StrictUndefined,
-    )
-    return templates.get_template(_TEMPLATE).render(
+    return page(
+        "ps_cli.compare",
+        "report.html.j2",
         title=f"pushpull compare: {comparison.script}",
         command=shlex.join((comparison.script, *comparison.arguments)),
         comparison=comparison,

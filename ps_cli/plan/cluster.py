@@ -9,7 +9,6 @@ from ps_cli.compare.modes import ComparedMode
 from ps_cli.plan.costs import Costs
 from ps_core import limits
 from ps_core.codecs.choices import NONE, PushCodec
-from ps_core.consistency import Mode
 from ps_core.errors import InvalidConfig
 from ps_core.keys import range_count_for
 from ps_core.tables.elements import NATIVE_CODEC, Codec, DType

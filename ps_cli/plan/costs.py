@@ -10,11 +10,14 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from ps_core.codecs.choices import NONE
+from ps_core.codecs.choices import NONE, TOP_K
 from ps_core.errors import InvalidConfig
 from ps_core.tables.elements import Codec
 
 _Cost = TypeVar("_Cost")
+
+_NAMES = {Codec.FP32: NONE, Codec.SPARSE: TOP_K}
+"""Of codecs that are measured under another name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class Costs:
     def of(self, way: str, codec: Codec) -> Ends:
         """A GB in that codec, pushed or pulled; raises InvalidConfig as `update_of`."""
         found: dict[str, Ends] = getattr(self, way)
-        return _known(found, NONE if codec is Codec.FP32 else codec.value, f"a {way} in the codec")
+        return _known(found, _NAMES.get(codec, codec.value), f"a {way} in the codec")
 
     def update_of(self, optimizer: str) -> float:
         """A GB updated; InvalidConfig if that was not measured."""
@@ -114,7 +117,7 @@ REFERENCE = Costs(
         "fp16": Ends(0.33, 0.35),
         "int8": Ends(0.45, 0.30),
         "sign": Ends(0.90, 0.40),
-        "sparse": Ends(0.60, 0.10),
+        "topk": Ends(0.60, 0.10),
     },
     pull={
         "none": Ends(0.25, 0.15),

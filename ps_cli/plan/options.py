@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -100,6 +101,16 @@ class PlanOptions:
             "plan's, and end. Takes minutes; --costs are those of this machine.",
         ),
     ] = False
+
+    @property
+    def command(self) -> str:
+        """The command line, without what has its default."""
+        given = [
+            (f"--{field.name.replace('_', '-')}", str(value))
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        ]
+        return shlex.join(("pushpull", "plan", *(word for pair in given for word in pair)))
 
     @property
     def has_prices(self) -> bool:

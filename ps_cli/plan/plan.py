@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import ps_worker
 from ps_cli.compare.modes import modes_of
 from ps_cli.console.output import Output
 from ps_cli.plan.cluster import PlannedCluster
 from ps_cli.plan.costs import REFERENCE, Costs, costs_of
 from ps_cli.plan.options import PlanOptions
+from ps_cli.plan.page import page_of
 from ps_cli.plan.steps import planned_step
 from ps_cli.plan.table import table_of
 from ps_cli.plan.units import bytes_per_s_of, count_of, seconds_of
@@ -18,7 +22,7 @@ _DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 
 
 def plan(options: PlanOptions, output: Output) -> int:
-    """Print the table of a plan, and write its page if one is asked for.
+    """Print the table of a plan, and write its page if one is asked for; or measure, or check.
 
     Returns:
         The exit code, 0.
@@ -26,13 +30,37 @@ def plan(options: PlanOptions, output: Output) -> int:
     Raises:
         InvalidConfig: an option is wrong, or a file cannot be read or written.
     """
-    planned = cluster_of(options)
+    if options.measure is not None:
+        # Imported here, because a plan alone starts without what benchmarks need.
+        from ps_cli.bench.measurements.step_costs import step_costs
+
+        text = json.dumps(step_costs(output.say), indent=1) + "\n"
+        _write(options.measure, text)
+        return 0
     costs = costs_from(options)
+    if options.check:
+        from ps_cli.plan.check import check
+
+        check(costs, output)
+        return 0
+    planned = cluster_of(options)
     modes = modes_of(options.modes)
+    for mode in modes:
+        mode.check_fits(options.workers)
     steps = {mode: planned_step(planned, mode, costs) for mode in modes}
     output.print(table_of(options, steps))
     output.say(f"costs of the processor: {costs.machine}")
+    if options.report is not None:
+        _write(options.report, page_of(options, planned, costs, steps))
+        output.say(f"report: {options.report}")
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidConfig(f"{path} cannot be written: {error}") from error
 
 
 def cluster_of(options: PlanOptions) -> PlannedCluster:

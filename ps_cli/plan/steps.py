@@ -10,8 +10,8 @@ A step:
        loop, which accumulates it.
     2. When all of them are received, a message there and back later, the seal is with the server.
     3. The gate. BSP: the step of the last worker whose step is waited for starts the update. SSP
-       and ASP: each step is an update. With a replica the update goes to the backup before it
-       counts; the server is somebody else's backup, so its own loop and link do as much for another.
+       and ASP: each step is an update. With a replica the update goes to a backup before it counts;
+       the server is another's backup, so its loop and its link do a backup's work as well.
     4. The pull, when the gate lets it go: segments pass the server's loop and link, the worker's
        link and its processor.
 """
@@ -49,7 +49,8 @@ class PlannedStep:
     """A mode's steps, once they are steady.
 
     Attributes:
-        step_s: the time from one step of a worker to its next, the mean of the workers.
+        step_s: the time from one step of a worker to its next, the mean of the workers; under BSP
+            from one update to the next.
         steps_per_s: steps of all workers that took part in an update.
         pushed_bytes: of a worker's step.
         pulled_bytes: of a worker's step.
@@ -152,9 +153,9 @@ class _Cluster:
             warm_up += min(_MOST_WARM_UP, 2 * self._consistency.staleness)
         for rank in range(count):
             self._simulation.start(self._worker(rank))
-        self._run(warm_up * count)
+        self._run(warm_up)
         before, began_s, counted = self._busy_s(), self._simulation.now_s, self._counted_count
-        self._run((warm_up + steps) * count)
+        self._run(warm_up + steps)
         after, elapsed_s = self._busy_s(), self._simulation.now_s - began_s
         replica_bytes = load.replica_bytes * (1 if self._is_bsp else count)
         return PlannedStep(
@@ -172,7 +173,12 @@ class _Cluster:
         return self._consistency.mode is Mode.BSP
 
     def _run(self, step_count: int) -> None:
-        self._simulation.run_until(lambda: self._step_count >= step_count)
+        """Go on until so many updates are made, or steps of each worker in the mean."""
+        if self._is_bsp:
+            self._simulation.run_until(lambda: self._gate.version >= step_count)
+        else:
+            ended_count = step_count * self._planned.worker_count
+            self._simulation.run_until(lambda: self._step_count >= ended_count)
 
     def _busy_s(self) -> dict[str, float]:
         workers, servers = self._workers, self._servers
@@ -189,12 +195,12 @@ class _Cluster:
         """Steps without end."""
         node, planned, gate = self._workers[rank], self._planned, self._gate
         segments = range(self._segment_count)
-        moves = [(node, server) for _ in segments for server in self._servers]
+        move_count = len(segments) * len(self._servers)
         clock = 0
         while True:
             clock = max(clock, gate.decided) + 1  # a discarded step leaves clocks out
             compute_s = planned.compute.seconds(rank, planned.worker_count, clock)
-            received = Latch(len(moves))
+            received = Latch(move_count)
             yield self._simulation.delay(compute_s * (1 - planned.backward_share))
             for _ in segments:
                 yield self._simulation.delay(compute_s * planned.backward_share / len(segments))
@@ -204,9 +210,9 @@ class _Cluster:
             yield received
             yield self._simulation.delay(self._trip_s)
             yield from self._sealed(node, clock)
-            pulled = Latch(len(moves))
-            for move in moves:
-                self._simulation.start(self._pull(*move, pulled))
+            pulled = Latch(move_count)
+            for server in self._servers:
+                self._simulation.start(self._answer(node, server, pulled))
             yield pulled
             self._step_count += 1
 
@@ -221,11 +227,17 @@ class _Cluster:
         yield server.cpu.serve(load.server_push_s * share)
         received.arrive()
 
+    def _answer(self, worker: _Node, server: _Node, pulled: Latch) -> Process:
+        """A worker's pull, which has one segment at a time in the server's loop, as others have."""
+        share = self._planned.fullest_share / self._segment_count
+        for _ in range(self._segment_count):
+            yield server.cpu.serve(self._load.server_pull_s * share)
+            self._simulation.start(self._pull(worker, server, pulled))
+
     def _pull(self, worker: _Node, server: _Node, pulled: Latch) -> Process:
         load, parts = self._load, self._segment_count
         share = self._planned.fullest_share / parts
         own = parts * len(self._servers)
-        yield server.cpu.serve(load.server_pull_s * share)
         yield server.sending.serve(load.pulled_bytes * self._byte_s * share)
         yield self._simulation.delay(self._planned.latency_s / 2)
         yield worker.receiving.serve(load.pulled_bytes * self._byte_s / own)

@@ -130,6 +130,13 @@ def process_cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _CLOCK_TICK_HZ
 
 
+def processor_s() -> float:
+    """CPU seconds that all processes of the machine have used, on all of its cores."""
+    line = Path("/proc/stat").read_text(encoding="utf-8").partition("\n")[0]
+    user, nice, system, _idle, _waiting, *others = map(int, line.split()[1:9])
+    return (user + nice + system + sum(others)) / _CLOCK_TICK_HZ
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """The smallest value that `percent` of the values do not exceed (nearest rank)."""
     ordered = sorted(values)

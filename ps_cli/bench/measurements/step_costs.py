@@ -1,0 +1,197 @@
+"""The processor's costs of steps, for `pushpull plan`, and steps of emulated models to check it by.
+
+CPU seconds are those of processes, with all of their threads. A difference of two measurements
+counts as 0 if noise made it negative.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+from ps_cli.bench.contenders import contenders
+from ps_cli.bench.contenders.child import started, together
+from ps_cli.bench.contenders.contenders import MeasuredCluster, Servers
+from ps_cli.bench.contenders.planned import SMALL_BLOCKS, SMALL_MOVE_COUNT
+from ps_cli.bench.instruments.environment import environment
+from ps_cli.bench.instruments.sampling import (
+    GB,
+    MIB,
+    Measured,
+    Operation,
+    measured_in_turns,
+    process_cpu_s,
+    processor_s,
+    rounded,
+    take_turns,
+)
+from ps_cli.bench.lanes import GRPC
+from ps_cli.bench.measurements.optimizers import OPTIMIZERS
+from ps_core.codecs.choices import NONE, PULL_CHOICES
+
+TABLE_BYTES = 64 * MIB
+BLOCK_BYTES = MIB
+ROUND_COUNT = 5
+STEP_COUNT = 4
+"""Steps of an action."""
+
+CODECS = (NONE, "bf16", "fp16", "int8", "sign", "topk")
+_PULL_CODECS = tuple(codec for codec in CODECS if codec in PULL_CHOICES)
+_PLAIN = "bsp|none|none"
+_SMALL_BYTES = TABLE_BYTES * SMALL_MOVE_COUNT
+"""Of the table that has as many blocks, and whose bytes do not count."""
+
+
+def step_costs(on_progress: Callable[[str], None]) -> dict[str, Any]:
+    """The costs as `ps_cli.plan.costs` reads them; takes a minute or two.
+
+    Args:
+        on_progress: is called with a phrase about each round.
+    """
+    machine = environment()
+    with ExitStack() as stack:
+        clusters = contenders.enter_all(
+            stack,
+            [
+                contenders.cluster(GRPC, _movers(1, CODECS)),
+                contenders.cluster(GRPC, _movers(2, [NONE])),
+                contenders.cluster(GRPC, _movers(1, [NONE]), Servers(2, replica_count=2)),
+                contenders.cluster(GRPC, _trainers(1, TABLE_BYTES, "0ms", 0.0, [_PLAIN])),
+            ],
+        )
+        (kernels,) = stack.enter_context(started(("kernels:kernels", str(TABLE_BYTES))))
+        alone, pair, mirrored, training = clusters
+        operations = [
+            *(_moved(alone, f"{codec} push") for codec in CODECS),
+            *(_moved(alone, f"{codec} pull") for codec in _PULL_CODECS),
+            *(_moved(alone, f"{SMALL_BLOCKS} {way}", _SMALL_BYTES) for way in ("push", "pull")),
+            _moved(pair, f"{NONE} push", 2 * TABLE_BYTES),
+            _moved(mirrored, f"{NONE} push"),
+            _moved(training, _PLAIN, STEP_COUNT * TABLE_BYTES),
+            *(
+                Operation(name, kernels.timed(f"{name} fast store"), TABLE_BYTES)
+                for name in OPTIMIZERS
+            ),
+        ]
+        measured = measured_in_turns(operations, ROUND_COUNT, on_progress)
+        call_s = alone.workers[0].do("call").result["p50_s"]
+    name = f"{machine['cpu']}, {machine['core_count']} cores, load {machine['load_average']}"
+    return {"machine": name, **_costs(measured, clusters), "call_s": rounded(call_s)}
+
+
+def _costs(measured: dict[str, Measured], clusters: Sequence[MeasuredCluster]) -> dict[str, Any]:
+    alone, pair, mirrored, training = clusters
+
+    def cpu_s(cluster: MeasuredCluster, action: str, pids: tuple[int, ...]) -> float:
+        """CPU seconds of the processes for a GB of float32, or for as many small blocks."""
+        found = measured[_name(cluster, action)]
+        return sum(map(found.cpu_s, pids)) / found.gb
+
+    def ends(action: str) -> tuple[float, float]:
+        return (
+            cpu_s(alone, action, alone.worker_pids),
+            cpu_s(alone, action, alone.server_pids),
+        )
+
+    plain_push, plain_pull = ends(f"{NONE} push"), ends(f"{NONE} pull")
+    kernels_s = {name: 1 / measured[name].gb_s for name in OPTIMIZERS}
+    # An update of two workers' steps is applied once; all else is done for each of them.
+    applied_s = 2 * (plain_push[1] - cpu_s(pair, f"{NONE} push", pair.server_pids))
+    applied_s = min(max(0.0, applied_s), kernels_s["sgd"])
+    costs: dict[str, Any] = {}
+    for way, codecs, update_s in (("push", CODECS, applied_s), ("pull", _PULL_CODECS, 0.0)):
+        block = ends(f"{SMALL_BLOCKS} {way}")
+        costs[f"{way}_block"] = _ends(*(each * BLOCK_BYTES / GB for each in block))
+        costs[way] = {}
+        for codec in codecs:
+            worker_s, server_s = ends(f"{codec} {way}")
+            costs[way][codec] = _ends(worker_s - block[0], server_s - block[1] - update_s)
+    trained_s = cpu_s(training, _PLAIN, training.worker_pids)
+    return costs | {
+        "update_s": {
+            name: _positive(applied_s + kernel_s - kernels_s["sgd"])
+            for name, kernel_s in kernels_s.items()
+        },
+        "replica_s": _positive(
+            cpu_s(mirrored, f"{NONE} push", mirrored.server_pids) - plain_push[1]
+        ),
+        "training_s": _positive(trained_s - plain_push[0] - plain_pull[0]),
+    }
+
+
+def _ends(worker_s: float, server_s: float) -> dict[str, float]:
+    return {"worker_s": _positive(worker_s), "server_s": _positive(server_s)}
+
+
+def _positive(figure: float) -> float:
+    return rounded(max(0.0, figure))
+
+
+def _name(cluster: MeasuredCluster, action: str) -> str:
+    return f"{len(cluster.workers)} workers, {len(cluster.server_pids)} servers: {action}"
+
+
+def _moved(cluster: MeasuredCluster, action: str, byte_count: int = TABLE_BYTES) -> Operation:
+    return Operation(
+        _name(cluster, action), lambda: together(cluster.workers, action), byte_count, cluster.pids
+    )
+
+
+def _movers(count: int, codecs: Sequence[str]) -> list[tuple[str, ...]]:
+    return [("planned:mover", str(rank), str(TABLE_BYTES), *codecs) for rank in range(count)]
+
+
+def _trainers(
+    count: int, size: int, compute: str, backward_share: float, modes: Sequence[str]
+) -> list[tuple[str, ...]]:
+    given = (str(size), compute, str(backward_share), str(STEP_COUNT), *modes)
+    return [("planned:trainer", str(rank), *given) for rank in range(count)]
+
+
+class EmulatedStep(NamedTuple):
+    """Seconds of a step, and the share of this machine's processor that others used meanwhile."""
+
+    step_s: float
+    others_share: float
+
+
+def emulated_steps(
+    worker_count: int, compute: str, backward_share: float, modes: Sequence[tuple[str, str, str]]
+) -> list[EmulatedStep]:
+    """Steps of real workers with one server on this host, in each of the modes: the mean of the
+    workers, in the round that others disturbed least.
+
+    Args:
+        worker_count: workers that train.
+        compute: the time that they emulate to compute, as `ps_worker.ComputeTime` reads it.
+        backward_share: the last part of it, in which gradients leave.
+        modes: each a consistency, a codec of pushes and one of pulls.
+
+    Blocking: for about a minute.
+    """
+    names = ["|".join(mode) for mode in modes]
+    commands = _trainers(worker_count, TABLE_BYTES, compute, backward_share, names)
+    with contenders.cluster(GRPC, commands) as cluster:
+        runs = {name: partial(_emulated_step, cluster, name) for name in names}
+        samples = take_turns(runs, ROUND_COUNT, lambda _: None)
+    return [min(samples[name], key=lambda one: one.others_share) for name in names]
+
+
+def _emulated_step(cluster: MeasuredCluster, mode: str) -> EmulatedStep:
+    began_s, before_s = time.perf_counter(), _others_s(cluster)
+    for worker in cluster.workers:
+        worker.tell(mode)
+    step_s = statistics.fmean(worker.answer().result for worker in cluster.workers)
+    others_s = _others_s(cluster) - before_s
+    available_s = (time.perf_counter() - began_s) * (os.cpu_count() or 1)
+    return EmulatedStep(step_s, max(0.0, others_s / available_s))
+
+
+def _others_s(cluster: MeasuredCluster) -> float:
+    """CPU seconds of the machine that are not the cluster's workers' and servers'."""
+    return processor_s() - sum(map(process_cpu_s, cluster.pids))
