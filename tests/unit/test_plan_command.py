@@ -1,0 +1,162 @@
+"""`pushpull plan`: its options, its costs, its table and its page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from ps_cli.__main__ import app
+from ps_cli.plan.costs import REFERENCE, costs_of
+from ps_cli.plan.units import bytes_per_s_of, count_of, seconds_of
+from ps_core.errors import InvalidConfig
+
+ASKED = ("--model", "1e8", "--compute", "300ms")
+FEW_MODES = ("--modes", "bsp,asp+int8", "--workers", "8", "--servers", "4")
+
+
+def plan(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [("25Gbit", 25e9 / 8), ("100mbit", 1e8 / 8), (" 0.5 Gbit", 5e8 / 8), ("64kbit", 8000.0)],
+)
+def test_bandwidths(text: str, bytes_per_s: float) -> None:
+    assert bytes_per_s_of(text) == bytes_per_s
+
+
+def test_durations_and_counts() -> None:
+    assert seconds_of("latency", "100us") == pytest.approx(1e-4)
+    assert seconds_of("latency", "2ms") == pytest.approx(2e-3)
+    assert seconds_of("latency", "0s") == 0.0
+    assert count_of("model", "7e9") == 7_000_000_000
+
+
+@pytest.mark.parametrize("text", ["", "25", "25GB", "fastGbit", "0Gbit", "-1Gbit", "infGbit"])
+def test_what_is_no_bandwidth(text: str) -> None:
+    with pytest.raises(InvalidConfig, match="expected a number above 0 with Gbit, Mbit or kbit"):
+        bytes_per_s_of(text)
+
+
+@pytest.mark.parametrize("text", ["1", "x ms", "-1ms", "nans"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(InvalidConfig, match=r"latency is .* expected a number of 0 or more"):
+        seconds_of("latency", text)
+
+
+@pytest.mark.parametrize("text", ["0", "1.5", "many", "-3", "inf"])
+def test_what_is_no_count(text: str) -> None:
+    with pytest.raises(InvalidConfig, match=r"model is .* expected a whole number above 0"):
+        count_of("model", text)
+
+
+def test_costs_are_read_as_they_are_written() -> None:
+    assert costs_of(json.dumps(REFERENCE.document()), "costs.json") == REFERENCE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"call_s": None},
+        {"call_s": -1.0},
+        {"call_s": float("nan")},
+        {"push": {"none": {"worker_s": 1.0}}},
+        {"push": []},
+        {"unknown": 1.0},
+    ],
+)
+def test_other_files_are_no_costs(change: dict[str, object]) -> None:
+    with pytest.raises(InvalidConfig, match=r"costs.json has no costs .* `pushpull plan --measure"):
+        costs_of(json.dumps(REFERENCE.document() | change), "costs.json")
+    with pytest.raises(InvalidConfig, match=r"costs.json has no costs"):
+        costs_of("no JSON", "costs.json")
+
+
+def test_a_plan_has_a_row_for_each_mode_and_its_price() -> None:
+    found = plan(*ASKED, *FEW_MODES, "--worker-price", "3.6", "--server-price", "1.8")
+    assert found.exit_code == 0, found.output
+    head, bsp, asp, costs = found.stdout.splitlines()
+    assert head.split()[:5] == ["mode", "step,", "s", "steps/s", "MB"]
+    assert head.endswith("1000 steps cost")
+    assert bsp.split()[0] == "bsp"
+    assert asp.split()[0] == "asp+int8/bf16"
+    assert bsp.split()[3:7] == ["400.0", "400.0", "800.0", "800.0"]
+    assert asp.split()[3:5] == ["101.6", "200.0"]
+    hourly = 8 * 3.6 + 4 * 1.8
+    step_s, cost = float(bsp.split()[1]), float(bsp.split()[-1].replace(",", ""))
+    assert cost == pytest.approx(hourly / 3600 * 1000 * step_s, rel=0.01)
+    assert costs == f"costs of the processor: {REFERENCE.machine}"
+
+
+def test_a_plan_without_prices_has_no_cost() -> None:
+    assert "cost" not in plan(*ASKED, *FEW_MODES).stdout.splitlines()[0]
+
+
+def test_the_page_has_curves_over_workers_servers_and_bandwidth(tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    found = plan(*ASKED, *FEW_MODES, "--bandwidth", "25Gbit", "--report", str(path))
+    assert found.exit_code == 0, found.output
+    root = ElementTree.parse(path).getroot()  # noqa: S314 - our own page
+    assert [heading.text for heading in root.iter("h2")] == [
+        "The time that each resource is busy",
+        "Step time over workers",
+        "Step time over servers",
+        "Step time over bandwidth",
+    ]
+    rows = [[cell.text for cell in row.iter("td")] for row in root.iter("tr")]
+    assert [row[0] for row in rows if row] == ["bsp", "asp+int8/bf16"]
+    (command,) = root.iter("code")
+    assert command.text == (
+        "pushpull plan --workers 8 --servers 4 --model 1e8 --compute 300ms --bandwidth 25Gbit "
+        f"--modes bsp,asp+int8 --report {path}"
+    )
+    curves = list(root.iter("{http://www.w3.org/2000/svg}polyline"))
+    point_counts = [len(str(curve.get("points")).split()) for curve in curves]
+    assert point_counts == [7, 7, 6, 6, 7, 7], "a count of servers that came twice is there once"
+
+
+def test_curves_leave_out_clusters_that_cannot_be(tmp_path: Path) -> None:
+    """Fewer workers than the slow one's rank, or than an update waits for; fewer servers than
+    replicas; a link where there is no network.
+    """
+    path = tmp_path / "plan.html"
+    found = plan(
+        "--model", "1e8", "--compute", "permanent:30ms,90ms,rank=3", "--workers", "5",
+        "--servers", "2", "--replicas", "2", "--modes", "bsp:backup=1", "--one-host", "4",
+        "--report", str(path),
+    )  # fmt: skip
+    assert found.exit_code == 0, found.output
+    root = ElementTree.parse(path).getroot()  # noqa: S314 - our own page
+    workers, servers = root.iter("{http://www.w3.org/2000/svg}polyline")
+    titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert len(str(workers.get("points")).split()) == 4, titles  # 4, 5, 8, 10
+    assert len(str(servers.get("points")).split()) == 3, titles  # 2, 3, 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--compute", "1s"), "model is not given; expected --model, such as 7e9"),
+        (("--model", "7e9"), "compute is not given; expected --compute, such as 300ms"),
+        ((*ASKED, "--dtype", "int8"), "expected one of float32, bfloat16, float16"),
+        ((*ASKED, "--optimizer", "lamb"), "the optimizer lamb has no measured cost"),
+        ((*ASKED, "--bandwidth", "fast"), "bandwidth is 'fast'"),
+        ((*ASKED, "--replicas", "2"), "replicas is 2; expected at most 1, the number of servers"),
+        ((*ASKED, "--modes", "bsp:backup=1"), "'bsp:backup=1' has 1 backup workers of 1 workers"),
+        ((*ASKED, "--modes", "later"), "consistency is 'later'"),
+        (("--model", "1", "--compute", "permanent:1s,2s,rank=4"), "expected a rank below 1"),
+        ((*ASKED, "--costs", "missing.json"), "the costs missing.json cannot be read"),
+        ((*ASKED, "--report", "missing/plan.html"), "missing/plan.html cannot be written"),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_was_expected(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    found = plan(*arguments)
+    assert found.exit_code == 2
+    assert message in found.output
