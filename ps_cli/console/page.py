@@ -18,15 +18,15 @@ class Plot:
     legend: tuple[LegendEntry, ...] = ()
 
 
-def page(room: str, template: str, **values: object) -> str:
-    """A page from a room's template, which extends `page.html.j2` of this one.
+def page(package: str, template: str, **values: object) -> str:
+    """A page from a template that extends `page.html.j2`.
 
     Args:
-        room: the package of the template.
+        package: where the template is.
         template: its file.
         values: its variables; `title`, `head` and `cells` of the table, and `plots` are the page's.
     """
-    loaders = [PackageLoader(package, "") for package in (room, "ps_cli.console")]
+    loaders = [PackageLoader(each, "") for each in (package, "ps_cli.console")]
     environment = Environment(
         loader=ChoiceLoader(loaders), autoescape=True, trim_blocks=True, undefined=StrictUndefined
     )

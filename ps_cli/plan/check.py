@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import ps_worker
-from ps_cli.bench.measurements.step_costs import TABLE_BYTES, emulated_steps
+from ps_cli.bench.measurements.step_costs import emulated_steps
 from ps_cli.compare.modes import ComparedMode, modes_of
 from ps_cli.compare.report_table import cells_table
 from ps_cli.console.output import Output
 from ps_cli.plan.cluster import FLOAT32_BYTES, PlannedCluster
 from ps_cli.plan.costs import Costs
+from ps_cli.plan.options import MEASURED_BYTES
 from ps_cli.plan.steps import planned_step
 from ps_core.tables.elements import DType
 from ps_runtime.system.capacity import usable_core_count
@@ -75,7 +76,7 @@ def _checked(count: int, modes: tuple[ComparedMode, ...], costs: Costs) -> list[
         server_count=1,
         bytes_per_s=1.0,  # unused on one host
         latency_s=0.0,
-        element_count=TABLE_BYTES // FLOAT32_BYTES,
+        element_count=MEASURED_BYTES // FLOAT32_BYTES,
         dtype=DType.FLOAT32,
         optimizer="sgd",
         compute=ps_worker.ComputeTime.parsed(COMPUTE),
@@ -83,7 +84,7 @@ def _checked(count: int, modes: tuple[ComparedMode, ...], costs: Costs) -> list[
         host_cores=usable_core_count(),
     )
     settings = [(str(mode.consistency), mode.push_codec, mode.pull_codec) for mode in modes]
-    measured = emulated_steps(count, COMPUTE, BACKWARD_SHARE, settings)
+    measured = emulated_steps(count, MEASURED_BYTES, COMPUTE, BACKWARD_SHARE, settings)
     return [
         CheckedStep(count, mode, planned_step(cluster, mode, costs).step_s, *found)
         for mode, found in zip(modes, measured, strict=True)

@@ -17,7 +17,7 @@ from ps_core.tables.elements import Codec
 _Cost = TypeVar("_Cost")
 
 _NAMES = {Codec.FP32: NONE, Codec.SPARSE: TOP_K}
-"""Of codecs that are measured under another name."""
+"""Names of codecs that are measured under another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,4 +132,4 @@ REFERENCE = Costs(
     training_s=0.8,
     call_s=4e-4,
 )
-"""Of the reference machine."""
+"""The costs of the reference machine."""

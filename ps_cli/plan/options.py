@@ -9,6 +9,9 @@ from typing import Annotated
 
 import typer
 
+MEASURED_BYTES = 64 * 2**20
+"""The table of --measure, and the model of --check."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:

@@ -10,7 +10,7 @@ from ps_cli.compare.modes import modes_of
 from ps_cli.console.output import Output
 from ps_cli.plan.cluster import PlannedCluster
 from ps_cli.plan.costs import REFERENCE, Costs, costs_of
-from ps_cli.plan.options import PlanOptions
+from ps_cli.plan.options import MEASURED_BYTES, PlanOptions
 from ps_cli.plan.page import page_of
 from ps_cli.plan.steps import planned_step
 from ps_cli.plan.table import table_of
@@ -34,7 +34,7 @@ def plan(options: PlanOptions, output: Output) -> int:
         # Imported here, because a plan alone starts without what benchmarks need.
         from ps_cli.bench.measurements.step_costs import step_costs
 
-        text = json.dumps(step_costs(output.say), indent=1) + "\n"
+        text = json.dumps(step_costs(MEASURED_BYTES, output.say), indent=1) + "\n"
         _write(options.measure, text)
         return 0
     costs = costs_from(options)

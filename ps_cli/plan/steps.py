@@ -30,7 +30,7 @@ from ps_core.consistency import Mode
 
 _FEWEST_SEGMENTS, _MOST_SEGMENTS = 8, 32
 _SEGMENTS_A_STEP = 8_000
-"""Of all workers together, within the limits above."""
+"""Segments of all workers together, within the limits above."""
 
 _STEP_COUNT = 4
 _STRAGGLER_STEP_COUNT = 12
@@ -107,14 +107,14 @@ class _Gate:
         self.arrived: Counter[int] = Counter()
         self._waiting: defaultdict[int, list[Resume]] = defaultdict(list)
 
-    def passed(self, clock: float) -> Wait:
+    def passed(self, clock: int) -> Wait:
         """Wait until the clock is applied."""
 
         def wait(resume: Resume) -> None:
             if clock <= self.version:
                 resume()
             else:
-                self._waiting[int(clock)].append(resume)
+                self._waiting[clock].append(resume)
 
         return wait
 

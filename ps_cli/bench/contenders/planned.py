@@ -27,10 +27,8 @@ LAYER_COUNT = 16
 
 
 class EmulatedModel(nn.Module):
-    """Layers that take time and compute nothing; gradients have the size of the parameters.
-
-    Each step takes `compute.seconds`, from the end of the step before; the gradients become ready
-    one after the other in the last `backward_share` of it.
+    """Layers that take time and compute nothing. A step takes as long as `begin` was told; the
+    gradients become ready one after the other, the last layer's first, in the last part of it.
     """
 
     def __init__(self, element_count: int, backward_share: float) -> None:
@@ -38,43 +36,27 @@ class EmulatedModel(nn.Module):
         self.layers = nn.ParameterList(
             torch.zeros(element_count // LAYER_COUNT) for _ in range(LAYER_COUNT)
         )
-        self.gradient = torch.full((element_count // LAYER_COUNT,), 1e-3)
-        self._backward_share = backward_share
+        for number, layer in enumerate(self.layers):
+            ready_share = 1 - backward_share * number / LAYER_COUNT
+            layer.register_hook(partial(self._wait_until, ready_share))
+        self._forward_share = 1 - backward_share
         self._began_s = self._compute_s = 0.0
 
     def begin(self, compute_s: float) -> None:
         self._began_s, self._compute_s = time.perf_counter(), compute_s
 
     def forward(self) -> Tensor:
-        self.wait_until(1 - self._backward_share)
-        passed = torch.zeros(1)
-        for number, layer in enumerate(self.layers):
-            passed = _Layer.apply(passed, layer, self, number)
+        self._wait_until(self._forward_share)
+        passed = torch.zeros(())
+        for layer in self.layers:
+            passed = passed + layer[0]  # so backward takes one layer after the other
         return passed
 
-    def wait_until(self, share: float) -> None:
+    def _wait_until(self, share: float, _: Tensor | None = None) -> None:
         """Sleep until this share of the step's time is over."""
         left_s = self._began_s + share * self._compute_s - time.perf_counter()
         if left_s > 0:
             time.sleep(left_s)
-
-    def ready_share(self, number: int) -> float:
-        """The share of a step's time after which the layer's gradient is ready: the last one's is
-        the first.
-        """
-        return 1 - self._backward_share * number / LAYER_COUNT
-
-
-class _Layer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, passed: Tensor, _: Tensor, model: EmulatedModel, number: int) -> Any:
-        ctx.model, ctx.number = model, number
-        return passed.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.model.wait_until(ctx.model.ready_share(ctx.number))
-        return gradients[0], ctx.model.gradient, None, None
 
 
 class Training:
@@ -104,7 +86,7 @@ class Training:
             client = self._client
             self._model.begin(self._compute.seconds(client.rank, client.world_size, self._clock))
             self._optimizer.zero_grad()
-            self._model().sum().backward()
+            self._model().backward()
             self._optimizer.step()
         return (time.perf_counter() - began_s) / count
 

@@ -34,7 +34,6 @@ from ps_cli.bench.lanes import GRPC
 from ps_cli.bench.measurements.optimizers import OPTIMIZERS
 from ps_core.codecs.choices import NONE, PULL_CHOICES
 
-TABLE_BYTES = 64 * MIB
 BLOCK_BYTES = MIB
 ROUND_COUNT = 5
 STEP_COUNT = 4
@@ -43,38 +42,43 @@ STEP_COUNT = 4
 CODECS = (NONE, "bf16", "fp16", "int8", "sign", "topk")
 _PULL_CODECS = tuple(codec for codec in CODECS if codec in PULL_CHOICES)
 _PLAIN = "bsp|none|none"
-_SMALL_BYTES = TABLE_BYTES * SMALL_MOVE_COUNT
-"""Of the table that has as many blocks, and whose bytes do not count."""
 
 
-def step_costs(on_progress: Callable[[str], None]) -> dict[str, Any]:
-    """The costs as `ps_cli.plan.costs` reads them; takes a minute or two.
+def step_costs(table_bytes: int, on_progress: Callable[[str], None]) -> dict[str, Any]:
+    """The costs as `ps_cli.plan.costs` reads them.
 
     Args:
+        table_bytes: of the tables that are moved.
         on_progress: is called with a phrase about each round.
+
+    Blocking: for a minute or two at 64 MiB.
     """
     machine = environment()
     with ExitStack() as stack:
         clusters = contenders.enter_all(
             stack,
             [
-                contenders.cluster(GRPC, _movers(1, CODECS)),
-                contenders.cluster(GRPC, _movers(2, [NONE])),
-                contenders.cluster(GRPC, _movers(1, [NONE]), Servers(2, replica_count=2)),
-                contenders.cluster(GRPC, _trainers(1, TABLE_BYTES, "0ms", 0.0, [_PLAIN])),
+                contenders.cluster(GRPC, _movers(1, table_bytes, CODECS)),
+                contenders.cluster(GRPC, _movers(2, table_bytes, [NONE])),
+                contenders.cluster(
+                    GRPC, _movers(1, table_bytes, [NONE]), Servers(2, replica_count=2)
+                ),
+                contenders.cluster(GRPC, _trainers(1, table_bytes, "0ms", 0.0, [_PLAIN])),
             ],
         )
-        (kernels,) = stack.enter_context(started(("kernels:kernels", str(TABLE_BYTES))))
+        (kernels,) = stack.enter_context(started(("kernels:kernels", str(table_bytes))))
         alone, pair, mirrored, training = clusters
+        # An action on small blocks counts as the bytes of as many large ones.
+        small_bytes = table_bytes * SMALL_MOVE_COUNT
         operations = [
-            *(_moved(alone, f"{codec} push") for codec in CODECS),
-            *(_moved(alone, f"{codec} pull") for codec in _PULL_CODECS),
-            *(_moved(alone, f"{SMALL_BLOCKS} {way}", _SMALL_BYTES) for way in ("push", "pull")),
-            _moved(pair, f"{NONE} push", 2 * TABLE_BYTES),
-            _moved(mirrored, f"{NONE} push"),
-            _moved(training, _PLAIN, STEP_COUNT * TABLE_BYTES),
+            *(_moved(alone, f"{codec} push", table_bytes) for codec in CODECS),
+            *(_moved(alone, f"{codec} pull", table_bytes) for codec in _PULL_CODECS),
+            *(_moved(alone, f"{SMALL_BLOCKS} {way}", small_bytes) for way in ("push", "pull")),
+            _moved(pair, f"{NONE} push", 2 * table_bytes),
+            _moved(mirrored, f"{NONE} push", table_bytes),
+            _moved(training, _PLAIN, STEP_COUNT * table_bytes),
             *(
-                Operation(name, kernels.timed(f"{name} fast store"), TABLE_BYTES)
+                Operation(name, kernels.timed(f"{name} fast store"), table_bytes)
                 for name in OPTIMIZERS
             ),
         ]
@@ -136,20 +140,20 @@ def _name(cluster: MeasuredCluster, action: str) -> str:
     return f"{len(cluster.workers)} workers, {len(cluster.server_pids)} servers: {action}"
 
 
-def _moved(cluster: MeasuredCluster, action: str, byte_count: int = TABLE_BYTES) -> Operation:
+def _moved(cluster: MeasuredCluster, action: str, byte_count: int) -> Operation:
     return Operation(
         _name(cluster, action), lambda: together(cluster.workers, action), byte_count, cluster.pids
     )
 
 
-def _movers(count: int, codecs: Sequence[str]) -> list[tuple[str, ...]]:
-    return [("planned:mover", str(rank), str(TABLE_BYTES), *codecs) for rank in range(count)]
+def _movers(count: int, table_bytes: int, codecs: Sequence[str]) -> list[tuple[str, ...]]:
+    return [("planned:mover", str(rank), str(table_bytes), *codecs) for rank in range(count)]
 
 
 def _trainers(
-    count: int, size: int, compute: str, backward_share: float, modes: Sequence[str]
+    count: int, model_bytes: int, compute: str, backward_share: float, modes: Sequence[str]
 ) -> list[tuple[str, ...]]:
-    given = (str(size), compute, str(backward_share), str(STEP_COUNT), *modes)
+    given = (str(model_bytes), compute, str(backward_share), str(STEP_COUNT), *modes)
     return [("planned:trainer", str(rank), *given) for rank in range(count)]
 
 
@@ -161,21 +165,26 @@ class EmulatedStep(NamedTuple):
 
 
 def emulated_steps(
-    worker_count: int, compute: str, backward_share: float, modes: Sequence[tuple[str, str, str]]
+    worker_count: int,
+    model_bytes: int,
+    compute: str,
+    backward_share: float,
+    modes: Sequence[tuple[str, str, str]],
 ) -> list[EmulatedStep]:
     """Steps of real workers with one server on this host, in each of the modes: the mean of the
     workers, in the round that others disturbed least.
 
     Args:
         worker_count: workers that train.
+        model_bytes: of the model's float32 parameters.
         compute: the time that they emulate to compute, as `ps_worker.ComputeTime` reads it.
         backward_share: the last part of it, in which gradients leave.
         modes: each a consistency, a codec of pushes and one of pulls.
 
-    Blocking: for about a minute.
+    Blocking: for about a minute at 64 MiB.
     """
     names = ["|".join(mode) for mode in modes]
-    commands = _trainers(worker_count, TABLE_BYTES, compute, backward_share, names)
+    commands = _trainers(worker_count, model_bytes, compute, backward_share, names)
     with contenders.cluster(GRPC, commands) as cluster:
         runs = {name: partial(_emulated_step, cluster, name) for name in names}
         samples = take_turns(runs, ROUND_COUNT, lambda _: None)
