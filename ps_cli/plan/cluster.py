@@ -100,9 +100,8 @@ def load_of(cluster: PlannedCluster, mode: ComparedMode, costs: Costs) -> StepLo
     return StepLoad(
         pushed_bytes=push.payload_bytes(count, push.warm_up_count + 1),
         pulled_bytes=pull.payload_bytes(count),
-        worker_push_s=(pushing.worker_s + costs.training_s) * gb
-        + costs.push_block.worker_s * blocks,
-        worker_pull_s=pulling.worker_s * gb + costs.pull_block.worker_s * blocks,
+        worker_push_s=(pushing.worker_s + costs.staged_s) * gb + costs.push_block.worker_s * blocks,
+        worker_pull_s=(pulling.worker_s + costs.loaded_s) * gb + costs.pull_block.worker_s * blocks,
         server_push_s=pushing.server_s * gb + costs.push_block.server_s * blocks,
         server_pull_s=pulling.server_s * gb + costs.pull_block.server_s * blocks,
         update_s=costs.update_of(cluster.optimizer) * gb,

@@ -40,8 +40,8 @@ class Costs:
         pull_block: a block pulled, beside its bytes.
         update_s: a GB of updates, by optimizer.
         replica_s: a GB of updates sent to a backup, received and applied there: both ends.
-        training_s: a GB of a model in `DistributedOptimizer`, beside its push and its pull:
-            gradients staged, parameters looked at and loaded.
+        staged_s: a GB of gradients in `DistributedOptimizer`, beside its push, while backward runs.
+        loaded_s: a GB of parameters in its `step`, beside its pull: looked at, and loaded.
         call_s: seconds, not of CPU, of a call without payload, there and back on one host.
     """
 
@@ -52,7 +52,8 @@ class Costs:
     pull_block: Ends
     update_s: dict[str, float]
     replica_s: float
-    training_s: float
+    staged_s: float
+    loaded_s: float
     call_s: float
 
     def of(self, way: str, codec: Codec) -> Ends:
@@ -129,7 +130,8 @@ REFERENCE = Costs(
     pull_block=Ends(1e-5, 1e-5),
     update_s={"sgd": 0.08, "adam": 0.17, "adamw": 0.17, "adagrad": 0.13, "rmsprop": 0.3},
     replica_s=0.8,
-    training_s=0.8,
+    staged_s=0.4,
+    loaded_s=0.6,
     call_s=4e-4,
 )
 """The costs of the reference machine."""

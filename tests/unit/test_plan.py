@@ -34,7 +34,8 @@ FREE = Costs(
     pull_block=Ends(0.0, 0.0),
     update_s={"sgd": 0.0},
     replica_s=0.0,
-    training_s=0.0,
+    staged_s=0.0,
+    loaded_s=0.0,
     call_s=0.0,
 )
 
@@ -141,7 +142,11 @@ def test_blocks_cost_beside_their_bytes() -> None:
 
 def test_the_processor_of_a_worker_limits_it() -> None:
     costs = replace(
-        FREE, push={"none": Ends(2.0, 0.0)}, pull={"none": Ends(1.0, 0.0)}, training_s=3.0
+        FREE,
+        push={"none": Ends(2.0, 0.0)},
+        pull={"none": Ends(1.0, 0.0)},
+        staged_s=2.0,
+        loaded_s=1.0,
     )
     found = step(replace(FAST, server_count=4), "bsp", costs)
     assert found.step_s == pytest.approx(1.0 + TABLE_BYTES / GB * 6, rel=0.01)

@@ -78,17 +78,27 @@ class Training:
             pull_codec=pull,
         )
 
-    def steps(self, count: int) -> float:
-        """Take the steps; the seconds of one."""
-        began_s = time.perf_counter()
+    def steps(self, count: int) -> dict[str, float]:
+        """Take the steps; the seconds of one, and the CPU seconds of the script's thread in its
+        backward and in its `step()`.
+        """
+        client, began_s = self._client, time.perf_counter()
+        backward_cpu_s = step_cpu_s = 0.0
         for _ in range(count):
             self._clock += 1
-            client = self._client
             self._model.begin(self._compute.seconds(client.rank, client.world_size, self._clock))
             self._optimizer.zero_grad()
+            cpu_s = [time.thread_time()]
             self._model().backward()
+            cpu_s.append(time.thread_time())
             self._optimizer.step()
-        return (time.perf_counter() - began_s) / count
+            backward_cpu_s += cpu_s[1] - cpu_s[0]
+            step_cpu_s += time.thread_time() - cpu_s[1]
+        return {
+            "step_s": (time.perf_counter() - began_s) / count,
+            "backward_cpu_s": backward_cpu_s / count,
+            "step_cpu_s": step_cpu_s / count,
+        }
 
 
 @contextlib.contextmanager

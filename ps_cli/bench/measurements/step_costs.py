@@ -84,8 +84,19 @@ def step_costs(table_bytes: int, on_progress: Callable[[str], None]) -> dict[str
         ]
         measured = measured_in_turns(operations, ROUND_COUNT, on_progress)
         call_s = alone.workers[0].do("call").result["p50_s"]
+        trained = training.workers[0].do(_PLAIN).result
     name = f"{machine['cpu']}, {machine['core_count']} cores, load {machine['load_average']}"
-    return {"machine": name, **_costs(measured, clusters), "call_s": rounded(call_s)}
+    costs = _costs(measured, clusters)
+    # Both include a part of the push and the pull, so their ratio is taken alone.
+    staged_share = trained["backward_cpu_s"] / (trained["backward_cpu_s"] + trained["step_cpu_s"])
+    training_s = costs.pop("training_s")
+    return {
+        "machine": name,
+        **costs,
+        "staged_s": rounded(training_s * staged_share),
+        "loaded_s": rounded(training_s * (1 - staged_share)),
+        "call_s": rounded(call_s),
+    }
 
 
 def _costs(measured: dict[str, Measured], clusters: Sequence[MeasuredCluster]) -> dict[str, Any]:
@@ -195,7 +206,7 @@ def _emulated_step(cluster: MeasuredCluster, mode: str) -> EmulatedStep:
     began_s, before_s = time.perf_counter(), _others_s(cluster)
     for worker in cluster.workers:
         worker.tell(mode)
-    step_s = statistics.fmean(worker.answer().result for worker in cluster.workers)
+    step_s = statistics.fmean(worker.answer().result["step_s"] for worker in cluster.workers)
     others_s = _others_s(cluster) - before_s
     available_s = (time.perf_counter() - began_s) * (os.cpu_count() or 1)
     return EmulatedStep(step_s, max(0.0, others_s / available_s))
