@@ -370,6 +370,10 @@ class WorkerMetrics:
             "pushpull_worker_abandoned_blocks_total",
             "Blocks that were still too stale when step(closure) gave them up.",
         )
+        self.fallen_back_blocks = counter(
+            "pushpull_worker_fallen_back_blocks_total",
+            "Blocks pushed in int8, since what push_codec left out had outgrown the gradients.",
+        )
         self.discarded_steps = loop_counter(
             "pushpull_worker_discarded_steps_total",
             "Steps that some update does not include (backup workers).",

@@ -224,13 +224,14 @@ class TableStep:
         self._check_open()
         peer_versions, is_initial = self._steps.peer_versions, self.clock == 0
         encoder = self._encoder
-        codec = None if encoder is None else encoder.codec
+        codec = None
         bodies = []
         for each in blocks:
             block, payload, presence = each
             self._check_length(block, payload)
             if encoder is not None:
-                payload = encoder.encode(self.clock, each, is_final=eager is not None)
+                codec, coded = encoder.encode(self.clock, each, is_final=eager is not None)
+                payload = coded.data
             seen = peer_versions.get(block)
             bodies.append(PushBody(block, payload, presence, eager, seen, is_initial, codec))
             if codec is not None and len(bodies) >= _ENCODED_COUNT:
