@@ -24,6 +24,7 @@ import sysconfig
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -111,7 +112,9 @@ def train(arguments: Namespace, client: ps.Client | None) -> None:
     if client is None:
         optimizer = torch.optim.Adam(model.parameters(), lr=arguments.lr)
     else:
-        optimizer = ps.DistributedOptimizer(client, model, ps.Adam(lr=arguments.lr))
+        adam = partial(torch.optim.Adam, lr=arguments.lr)
+        chosen = ps.Add(adam) if arguments.push_updates else ps.Adam(lr=arguments.lr)
+        optimizer = ps.DistributedOptimizer(client, model, chosen)
     planned = arguments.steps if arguments.minutes is None else None
     end_s = math.inf if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
     # Where the run goes on from a checkpoint the first windows have been seen.
@@ -188,6 +191,11 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--length", type=int, default=96, help="bytes of a window")
     parser.add_argument("--batch-size", type=int, default=16, help="windows a step and worker")
     parser.add_argument("--lr", type=float, default=3e-3, help="Adam's learning rate")
+    parser.add_argument(
+        "--push-updates",
+        action="store_true",
+        help="each worker runs Adam, and pushes its updates (ps.Add): sign and topk need that",
+    )
     parser.add_argument("--clip", type=float, default=1.0, help="bound of the gradient's norm")
     parser.add_argument("--megabytes", type=int, default=16, help="text a worker reads at most")
     parser.add_argument("--seed", type=int, default=0, help="of the model and the windows")
