@@ -327,7 +327,8 @@ class Watch:
     def have_taken(
         self, server: ReplicatedServer, table_id: TableId, range_id: RangeId, number: int
     ) -> bool:
-        """Whether all that could be primary of the range know that it took the change.
+        """Whether all that could go on with the range know that it took the change: who has lost
+        track of it could not.
 
         A later one says nothing of it: a server that was deposed may have taken by itself what the
         next primary gave up. Where it was taken, the scheduler said so before it proposed another.
@@ -335,6 +336,8 @@ class Watch:
         assignment = self._view().ranges[range_id]
         for node_id in {assignment.primary, *assignment.backups} - {server.node_id, None}:
             assert node_id is not None
+            if self._is_without(node_id, range_id):
+                continue
             facts = self._facts(self._servers[node_id], (table_id, range_id))
             if facts is None or facts.taken[0] != number:
                 return False
