@@ -36,6 +36,7 @@ from ps_worker.compression.push_encoder import PushEncoder
 from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs
 from ps_worker.spec.rows import RowBatch, cut_ids, payloads_of, rows_of
 from ps_worker.spec.values import Array, BlockValues, merged, region_of, tensor_named
+from ps_worker.steps.inner_steps import InnerSteps
 from ps_worker.window.push_window import StepTerms
 
 ResultT = TypeVar("ResultT")
@@ -538,6 +539,7 @@ class TableHandle:
         self.table = table
         self.steps = steps
         self.codecs = codecs
+        self.inner_steps = InnerSteps()
 
     @property
     def name(self) -> str:

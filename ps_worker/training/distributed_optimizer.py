@@ -42,7 +42,14 @@ from ps_worker.spec.flat_layout import (
     plain_name,
     table_layouts,
 )
-from ps_worker.spec.optimizers import Add, Aggregate, Custom, ServerOptimizer, check_optimizer
+from ps_worker.spec.optimizers import (
+    Add,
+    Aggregate,
+    Custom,
+    Outer,
+    ServerOptimizer,
+    check_optimizer,
+)
 from ps_worker.spec.settings import consistency_of
 from ps_worker.spec.training_options import OptimizerOptions, TrainingOptions
 from ps_worker.steps.steps import StepResult
@@ -186,11 +193,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         has_rows = self._module is not None and has_embeddings(self._module)
         groups = named_groups(parameters, self._module, may_be_empty=has_rows)
         _check_reduces_alone(groups, self._client.world_size)
-        if self._model.adds and checked.is_eager:
+        if self._model.moves and checked.is_eager:
             raise InvalidConfig(
-                "mode is 'eager' with Add, which pushes what a whole step did; expected 'sealed'"
+                f"mode is 'eager' with {type(optimizer).__name__}, which pushes what a whole step "
+                "did; expected 'sealed'"
             )
-        if isinstance(optimizer, Aggregate | Add):
+        if isinstance(optimizer, Aggregate | Add | Outer):
             inner = self._model.inner = inner_optimizer(optimizer, groups)
             super().__init__(inner.param_groups, dict(inner.defaults))
             self._share(inner)
@@ -492,7 +500,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             EditRefused: a parameter was changed since the last step: its value would be lost.
             InvalidConfig: another worker has made another collective call.
         """
-        self._model.synchronize(timeout_s)
+        self._model.synchronize(self.param_groups, timeout_s)
 
     def close(self) -> None:
         """Remove the hooks of the parameters; the tables stay. Idempotent."""
@@ -528,7 +536,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _tables_of_group(self, number: int) -> list[TrainedTable]:
         group = self.param_groups[number]
         optimizer = self._optimizer
-        if not isinstance(optimizer, Aggregate | Add):
+        if self._model.inner is None:
             optimizer = optimizer.with_group(group)
         name = self._model.options.name
         birth = known_birth(name, number, self._client.checkpoints.tables_before)
@@ -540,6 +548,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for layout in table_layouts(prefix, group)
         ]
         for table in tables:
+            table.handle.inner_steps = self._model.inner_steps
             self._keep_residuals(table)
         if isinstance(optimizer, Custom) and tables:
             # Fill in the servers' defaults, so that schedulers find and change them.
@@ -618,7 +627,7 @@ def _hooked(
         model.are_replayed = True
         return
     model.gradient_came()
-    if model.adds:  # what it pushes exists only after the step
+    if model.moves:  # what it pushes exists only after the step
         return
     arrives = model.options.applies_on_arrival
     table.hooked(index, model.hyperparameters(table, optimizer.param_groups) if arrives else ())

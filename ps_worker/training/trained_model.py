@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -27,9 +27,16 @@ from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import EditRefused, InvalidConfig, InvalidTensor, PushpullError, WaitExpired
 from ps_core.tables.optimizers import VALUES_ARRAY, Hyperparameters
 from ps_runtime.system.clock import now_s
-from ps_worker.spec.optimizers import Add, ServerOptimizer, check_switches, hyperparameters_of
+from ps_worker.spec.optimizers import (
+    Add,
+    Outer,
+    ServerOptimizer,
+    check_switches,
+    hyperparameters_of,
+)
 from ps_worker.spec.training_options import TrainingOptions
-from ps_worker.steps.steps import Pulled, PushTicket, StepResult, TableHandle
+from ps_worker.steps.inner_steps import InnerSteps
+from ps_worker.steps.steps import PushTicket, StepResult, TableHandle
 from ps_worker.training.clipping import UpdateScaling, multiply_gradients, norm_and_factor
 from ps_worker.training.common_model import CommonModel
 from ps_worker.training.interrupts import uninterrupted
@@ -48,13 +55,14 @@ from ps_worker.training.planned_edits import (
     names_of,
     problem_of,
 )
+from ps_worker.training.sealed_step import SealedStep
 from ps_worker.training.served_state import LoadedState, State, arrays_of, is_same, pulled_arrays
 from ps_worker.training.step_times import StepTimes
 from ps_worker.training.tables.gradient_marks import GradientMarks
 from ps_worker.training.tables.inspection import is_finite
 from ps_worker.training.tables.step_scale import StepScale
 from ps_worker.training.tables.trained_table import TrainedTable
-from ps_worker.training.trained_rows import TrainedRows
+from ps_worker.training.trained_rows import TrainedRows, check_rows_fit
 from ps_worker.transport.metrics import MEASURES
 
 if TYPE_CHECKING:
@@ -64,35 +72,18 @@ Groups: TypeAlias = Sequence[Mapping[str, Any]]
 """torch's parameter groups."""
 
 
-@dataclass(slots=True, eq=False)
-class _SealedStep:
-    """A step that was sealed on all tables and has not ended."""
-
-    tickets: Mapping[TrainedTable, PushTicket]  # of the tables that are awake
-    scaling: UpdateScaling | None
-    is_skipped: bool  # it takes no part in the update
-    problem: str  # the name of a gradient that was not finite, in words; else empty
-    pulled: dict[TrainedTable, Pulled] = field(default_factory=dict)
-    edited: Edited = field(default_factory=dict)
-    is_edit: bool = False
-    is_staged: bool = False  # it is an edit that a later one puts in place
-    refused: EditRefused | None = None  # the error, if the edit was refused
-    is_taken_over: bool = False  # its result was written into the parameters
-    marks: GradientMarks | None = None  # of its gradients, if hooks do not tell of all
-    has_gradients: bool = False  # gradients of the next step have come since
-
-
 class TrainedModel:
     """The tables of one `DistributedOptimizer`, which take their steps together.
 
     Attributes:
         tables, buffers, rows: the owner adds them.
-        inner: the local optimizer of `Aggregate` and `Add`; the owner sets it.
+        inner: the local optimizer of `Aggregate`, `Add` and `Outer`; the owner sets it.
+        inner_steps: its steps since the last outer step (`Outer`).
         results: the results of the last step, by table that is awake; empty if it was skipped.
         row_results: likewise, of embedding tables.
         gradient_norm: the norm that the last step was clipped by; None without clipping.
         loaded: optimizer state that the servers do not have in full yet.
-        adds: the worker pushes its local optimizer's updates.
+        adds, outer: `Add`; the `Outer`.
         are_replayed: a CUDA graph, whose replays call no hooks, makes gradients.
     """
 
@@ -109,9 +100,12 @@ class TrainedModel:
         self.gradient_norm: float | None = None
         self.loaded: LoadedState | None = None
         self.adds = isinstance(optimizer, Add)
+        self.outer = optimizer if isinstance(optimizer, Outer) else None
+        self.inner_steps = InnerSteps(1 if self.outer is None else self.outer.inner_steps)
         self.are_replayed = False
         self._client = client
-        self._sealed: _SealedStep | None = None
+        self._optimizer = optimizer
+        self._sealed: SealedStep | None = None
         self._common = CommonModel(client, options.name, self.tables, self.buffers)
         self._round_count = 0  # the clocks beyond the script's steps
         self._is_hooked = False  # a hook of the present step's gradients was called
@@ -126,7 +120,12 @@ class TrainedModel:
     @property
     def aggregates(self) -> bool:
         """True if the servers have sums, and the parameters are the local optimizer's."""
-        return self.inner is not None and not self.adds
+        return self.inner is not None and not self.moves
+
+    @property
+    def moves(self) -> bool:
+        """True if the worker pushes how far its local optimizer moved the parameters."""
+        return self.adds or self.outer is not None
 
     @property
     def clock(self) -> int:
@@ -159,17 +158,9 @@ class TrainedModel:
 
     def check_rows_fit(self, consistency: Consistency) -> None:
         """Refuse settings that Embeddings in the module do not have."""
-        if self.rows and consistency.backup_workers:
-            raise InvalidConfig(
-                f"'{self.options.name}' would be under {consistency}, and has rows of "
-                f"'{self.rows_name}': a worker whose step came too late would skip clocks that the "
-                "rows do not; expected BSP without backup workers, SSP or ASP"
-            )
-        if self.rows and self.aggregates and self.options.clip_norm is not None:
-            raise InvalidConfig(
-                f"clip_norm with Aggregate does not reach rows of '{self.rows_name}': the servers "
-                "update them; expected an optimizer on the servers, or no clip_norm"
-            )
+        if self.rows:
+            options = replace(self.options, consistency=consistency)
+            check_rows_fit(self.rows_name, self._optimizer, options)
 
     def begin(self) -> None:
         """Begin the first step's computation; blocks as `StepTimes`."""
@@ -187,9 +178,11 @@ class TrainedModel:
 
     def hyperparameters(self, table: TrainedTable, groups: Groups) -> Hyperparameters:
         """The hyperparameters of a step on a table; InvalidConfig if a fixed switch was changed."""
+        group = groups[table.group]
+        if self.outer is not None:
+            return self.outer.outer_hyperparameters(group)
         if self.inner is not None:
             return ()
-        group = groups[table.group]
         check_switches(table.handle.spec.optimizer, group, table.name)
         return hyperparameters_of(table.handle.spec.optimizer, group)
 
@@ -205,7 +198,7 @@ class TrainedModel:
         self.options = options
         return max(clocks, default=0)
 
-    def synchronize(self, timeout_s: float | None) -> None:
+    def synchronize(self, groups: Groups, timeout_s: float | None) -> None:
         """As `DistributedOptimizer.synchronize`; resumes a call that was interrupted."""
         self.end_step()
         if not self._common.is_interrupted:
@@ -217,6 +210,8 @@ class TrainedModel:
                     "synchronize between backward and step in eager mode, whose blocks are applied "
                     "on arrival; call step() first"
                 )
+            if self.outer is not None and (self.inner_steps.taken or self._edited()):
+                self.results = self._take_step(groups, StepScale())
         self._common.meet(timeout_s, is_pulled=not self.aggregates)
 
     def _wait_pending(self) -> None:
@@ -341,7 +336,7 @@ class TrainedModel:
 
     def _may_recompute(self, before: StateBefore | None) -> bool:
         """False under BSP, where a step of some blocks would count as a whole one."""
-        if self.adds and before is None:
+        if self.moves and before is None:
             return False
         return all(setting.mode is not Mode.BSP for setting in self._settings())
 
@@ -369,11 +364,42 @@ class TrainedModel:
         for table in self.tables:
             table.check_dtype()
         self._take_edits()
+        if self.outer is not None:
+            self._take_inner_step(groups, scale)
+            scale = StepScale()
+            if not self.inner_steps.are_all_taken:
+                self._times.ended()
+                return {}
+        return self._take_step(groups, scale, before, meanwhile)
+
+    def _take_step(
+        self,
+        groups: Groups,
+        scale: StepScale,
+        before: StateBefore | None = None,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> dict[TrainedTable, StepResult]:
+        """Seal a step on all tables, and wait for its end; returns as `_step`."""
         with uninterrupted():
             self._sealed = sealed = self._seal(groups, scale, before)
         if meanwhile is not None:
             meanwhile()
         return self._end(sealed)
+
+    def _take_inner_step(self, groups: Groups, scale: StepScale) -> None:
+        """OUTER: a step of the local optimizer. It counts if mixed precision skips it, so that
+        workers stay in step; InvalidTensor if the norm that it is clipped by is not finite: then it
+        is not taken.
+        """
+        for table in self.tables:
+            self.hyperparameters(table, groups)
+        with uninterrupted():
+            scale = self._scaled(scale, groups)
+            if scale.problem:
+                raise InvalidTensor(f"{scale.problem}; expected finite values. No step was taken")
+            if self.inner is not None and not scale.skip:
+                self.inner.step()
+            self.inner_steps.taken += 1
 
     # --- edits
 
@@ -414,7 +440,7 @@ class TrainedModel:
         parameter.
         """
         if self.inner is not None:  # sums: they are its own; Add: an edit is part of what is pushed
-            if self.adds and self._is_new:
+            if self.moves and self._is_new:
                 self._check_brings_nothing(self._edited())
             return
         # The script may have changed more since a wait for a planned edit expired.
@@ -489,7 +515,7 @@ class TrainedModel:
         reasons = (self._client.tables.why_no_edit(table.handle) for table in self.tables)
         return next((reason for reason in reasons if reason), "")
 
-    def _seal_edit(self) -> _SealedStep:
+    def _seal_edit(self) -> SealedStep:
         """Seal the next edit on every table. One with a problem has a name of its own: it is
         refused and ends the clock for all workers, which need not wait for this one.
         """
@@ -512,11 +538,11 @@ class TrainedModel:
                 tickets[table] = table.edit(indexes, name, array)
             else:
                 tickets[table] = table.load(array, edits.values(table), name)
-        step = _SealedStep(tickets, None, False, edits.problem, edited=edits.edited, is_edit=True)
+        step = SealedStep(tickets, None, False, edits.problem, edited=edits.edited, is_edit=True)
         step.is_staged = not edits.is_in_place_with_next
         return step
 
-    def _ended_edit(self, sealed: _SealedStep) -> None:
+    def _ended_edit(self, sealed: SealedStep) -> None:
         """Go on to the next planned edit; after a refusal, plan anew with the next step."""
         if sealed.refused is not None or sealed.problem:
             self._edits.forget()
@@ -525,7 +551,7 @@ class TrainedModel:
         if not self._edits:
             self.loaded = None
 
-    def _end_refused(self, sealed: _SealedStep) -> None:
+    def _end_refused(self, sealed: SealedStep) -> None:
         if sealed.is_edit and sealed.problem:
             raise InvalidTensor(
                 f"{sealed.problem}. The step was not taken, and the value stays until it is changed"
@@ -539,13 +565,14 @@ class TrainedModel:
             own = f"{names_of(sealed.edited)} was changed here, and stays so until undone or taken"
         raise EditRefused(f"{sealed.refused.message}; {own}. No worker took the step. {REMEDIES}")
 
-    def _seal(self, groups: Groups, scale: StepScale, before: StateBefore | None) -> _SealedStep:
+    def _seal(self, groups: Groups, scale: StepScale, before: StateBefore | None) -> SealedStep:
         """Push the rest of the step, and seal it on every table."""
         awake = {t: self.hyperparameters(t, groups) for t in self.tables if not t.is_asleep}
         is_round = any(table.is_restricted for table in self.tables)
         for rows in self.rows:
             rows.begin_step(has_gradients=not is_round)
-        scale = self._scaled(scale, groups)
+        if self.outer is None:
+            scale = self._scaled(scale, groups)
         if self.options.is_eager:
             for table, hyperparameters in awake.items():
                 table.check_final(hyperparameters)
@@ -566,6 +593,7 @@ class TrainedModel:
             row_steps = []
             if not is_round:
                 row_steps = [(rows, rows.seal(scale, skip=skip)) for rows in self.rows]
+        self.inner_steps.taken = 0
         scaling = None if skip else self._scale_updates(scale, [*tickets.items(), *row_steps])
         if is_round:
             self._round_count += 1
@@ -576,7 +604,7 @@ class TrainedModel:
                 rows.pass_clock()
         taking_part = [ticket for table, ticket in tickets.items() if table.takes_part]
         self._times.sealed([*taking_part, *(ticket for _, ticket in row_steps)])
-        sealed = _SealedStep(tickets, scaling, skip, problem)
+        sealed = SealedStep(tickets, scaling, skip, problem)
         if not self.aggregates and (self.are_replayed or not self._is_hooked):
             sealed.marks = self._marks()
         self._is_hooked = False
@@ -592,7 +620,7 @@ class TrainedModel:
         for table, hyperparameters in awake.items():
             name = table.push_rest(hyperparameters)
             if name is not None:
-                return _not_finite(name, table)
+                return table.not_finite(name)
         for rows in self.rows:
             rows.prepare()
         return ""
@@ -604,11 +632,11 @@ class TrainedModel:
             buffers.seal()
 
     @torch.no_grad()
-    def _end(self, sealed: _SealedStep) -> dict[TrainedTable, StepResult]:
+    def _end(self, sealed: SealedStep) -> dict[TrainedTable, StepResult]:
         """Wait for the end of a step, and take over its result; returns as `_step`."""
         try:
             for table in sealed.tickets:
-                pulled = _finished(table, sealed)
+                pulled = sealed.finish(table)
                 if pulled is not None:
                     sealed.pulled[table] = pulled
             with uninterrupted():
@@ -643,7 +671,7 @@ class TrainedModel:
         ended = {} if sealed.is_skipped or sealed.is_edit else sealed.tickets
         return {table: ticket.future.result() for table, ticket in ended.items()}
 
-    def _finish_rows(self, sealed: _SealedStep) -> None:
+    def _finish_rows(self, sealed: SealedStep) -> None:
         """Wait for the steps of all embedding tables; then raise the first error of one."""
         results, failure = [], None
         for rows in self.rows:
@@ -671,7 +699,7 @@ class TrainedModel:
             for _ in range(count if part not in pulled else 0):
                 part.pass_clock()
 
-    def _take_over(self, sealed: _SealedStep) -> None:
+    def _take_over(self, sealed: SealedStep) -> None:
         """Write the pulled values into the parameters, or into the gradients for one step of the
         local optimizer.
         """
@@ -699,10 +727,10 @@ class TrainedModel:
                 "'eager' under ASP"
             )
         max_norm = self.options.clip_norm
-        clips = max_norm is not None and (self.inner is None or self.adds)
+        clips = max_norm is not None and (self.inner is None or self.moves)
         if scale.skip:
-            return replace(scale, clip_scale=1.0 if clips and not self.adds else None)
-        if self.adds:
+            return replace(scale, clip_scale=1.0 if clips and not self.moves else None)
+        if self.moves:
             self._multiply(groups, scale.contribution_scale)
             scale = StepScale()
         if max_norm is None or not clips:
@@ -719,8 +747,8 @@ class TrainedModel:
         self.gradient_norm = norm
         if not math.isfinite(norm) and not self.options.allow_non_finite:
             problem = self._not_finite_words(norm)
-            return StepScale(1.0, True, problem, None if self.adds else 1.0)
-        if self.adds:
+            return StepScale(1.0, True, problem, None if self.moves else 1.0)
+        if self.moves:
             self._multiply(groups, factor)
             return scale
         if scale.contribution_scale * factor > 0.0:
@@ -758,31 +786,13 @@ class TrainedModel:
                 gradient = entry.tensor.grad
                 is_dense = gradient is not None and gradient.layout is torch.strided
                 if gradient is not None and is_dense and not is_finite(gradient.detach()):
-                    return _not_finite(entry.name, table)
+                    return table.not_finite(entry.name)
         if words := self.non_finite_rows():
             return words
         step = f"step {1 + self.clock} of '{self.options.name}'"
         return f"the norm of the gradients is {norm} at {step}"
 
 
-def _finished(table: TrainedTable, sealed: _SealedStep) -> Pulled | None:
-    """As `TrainedTable.finish`; notes a refused edit, whose clock ends all the same, and goes on to
-    wait for the pull.
-    """
-    while True:
-        try:
-            return table.finish()
-        except EditRefused as error:  # each ticket raises once
-            sealed.refused = sealed.refused or error
-
-
 def _parameters(groups: Groups) -> Iterator[torch.Tensor]:
     for group in groups:
         yield from group["params"]
-
-
-def _not_finite(name: str, table: TrainedTable) -> str:
-    return (
-        f"the gradient of '{name}' has an infinity or a NaN at step {table.handle.clock + 1} of "
-        f"table '{table.name}'"
-    )

@@ -25,7 +25,7 @@ from ps_core.tables.elements import pack_presence, unpack_presence
 from ps_core.tables.optimizers import Hyperparameters
 from ps_worker.client.pending import PendingTickets
 from ps_worker.spec.flat_layout import TORCH_DTYPE, FlatLayout
-from ps_worker.spec.optimizers import Add, ServerOptimizer
+from ps_worker.spec.optimizers import Add, Outer, ServerOptimizer
 from ps_worker.spec.settings import FromRank0
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.spec.values import BlockValues
@@ -86,7 +86,8 @@ class TrainedTable:
         )
         self._client = client
         self._options = options
-        self._adds = isinstance(optimizer, Add)
+        self._is_outer = isinstance(optimizer, Outer)
+        self._moves = self._is_outer or isinstance(optimizer, Add)
         self._eager: Hyperparameters | None = None
         self._was_skipped = False
         self._received = FlatBuffer(layout, is_pinned=not layout.is_frozen)
@@ -317,7 +318,7 @@ class TrainedTable:
         """
         if not self.takes_part:
             return None
-        if self._adds:
+        if self._moves:
             return self._push_moved()
         with self._lock:
             return self._push_staged(hyperparameters)
@@ -334,7 +335,9 @@ class TrainedTable:
         return None
 
     def _push_moved(self) -> str | None:
-        """ADD: push the parameters' distance from the last pull. Returns as `push_rest`."""
+        """ADD: push the parameters' distance from the last pull; OUTER: its opposite, which is a
+        gradient's direction. Returns as `push_rest`.
+        """
         if self._moved is None:
             self._moved = FlatBuffer(
                 self.layout, is_shared=self._client.connection.may_share_memory
@@ -343,7 +346,11 @@ class TrainedTable:
             arrival.synchronize()
         placed, pulled_views = self.layout.placed, self._received.views
         for entry, view, pulled in zip(placed, self._moved.views, pulled_views, strict=True):
-            view.copy_(entry.tensor.detach()).sub_(pulled)
+            view.copy_(entry.tensor.detach())
+            if self._is_outer:
+                torch.sub(pulled, view, out=view)
+            else:
+                view.sub_(pulled)
             if not self._options.allow_non_finite and not is_finite(view):
                 return entry.name
         blocks = blocks_in(self.handle.table, self._moved.values)
@@ -351,6 +358,12 @@ class TrainedTable:
             blocks = (each for each in blocks if each.block in self._only)
         self._client.tables.begin_step(self.handle).push_blocks(blocks)
         return None
+
+    def not_finite(self, name: str) -> str:
+        """Words for a parameter's gradient that is not finite."""
+        what = "the move by inner steps" if self._is_outer else "the gradient"
+        step = f"step {self.handle.clock + 1} of table '{self.name}'"
+        return f"{what} of '{name}' has an infinity or a NaN at {step}"
 
     def seal(self, hyperparameters: Hyperparameters, scale: StepScale, *, skip: bool) -> PushTicket:
         """Seal the step, and begin to pull its result; `finish` waits."""
