@@ -135,8 +135,8 @@ class OptimizerSpec:
     """An optimizer and its settings; `hyperparameters` is complete and sorted after `validated`.
 
     CUSTOM runs the servers' update `custom_update` (`ps_core.update_offer`), whose hyperparameters
-    the scheduler completes. With `inner_steps` a push is a pseudo-gradient: how far so many steps at
-    the worker moved its parameters (SEMANTICS S12); 0: a gradient.
+    the scheduler completes. With `inner_steps` a push is a pseudo-gradient, the distance that so
+    many steps at the worker moved its parameters (SEMANTICS S12); 0: a gradient.
     """
 
     kind: OptimizerKind

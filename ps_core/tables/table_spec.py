@@ -208,8 +208,8 @@ class TableSpec:
         )
         check_config(
             not self.optimizer.inner_steps or policy is not StalePolicy.COMPENSATE,
-            f"table '{self.name}': a push is what {self.optimizer.inner_steps} inner steps did, not "
-            "a gradient; expected no compensation",
+            f"table '{self.name}': inner_steps is {self.optimizer.inner_steps}, so pushes are no "
+            "gradients; expected no compensation",
         )
         try:
             self.consistency.validated()

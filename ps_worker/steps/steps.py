@@ -566,6 +566,11 @@ class TableHandle:
         """The number of steps that this worker has sealed on the table; 0 for readers."""
         return self.steps.clock
 
+    @property
+    def step_count(self) -> int:
+        """The steps that this worker has taken on the table, inner ones included."""
+        return self.inner_steps.at(self.clock)
+
     def tensor(self, flat: Array, name: str) -> Array:
         """The tensor `name` within `flat`, as a view.
 

@@ -58,7 +58,13 @@ from ps_worker.training.embedding import has_embeddings, owned_rows
 from ps_worker.training.local_optimizer import inner_optimizer
 from ps_worker.training.model_pull import known_birth, table_prefix
 from ps_worker.training.module_buffers import BufferTable, buffer_layouts
-from ps_worker.training.optimizer_state import OptimizerState, checked_groups, fill_groups, numbered
+from ps_worker.training.optimizer_state import (
+    InnerStepsState,
+    OptimizerState,
+    checked_groups,
+    fill_groups,
+    numbered,
+)
 from ps_worker.training.served_state import pulled_arrays, torch_state
 from ps_worker.training.tables.step_scale import StepScale, amp_scale_of, check_unscaled
 from ps_worker.training.tables.trained_table import TrainedTable
@@ -213,6 +219,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         client.checkpoints.save_points.add_model(self._model.awake_handles)
         self._own_state = OptimizerState(self, self._model.aggregates)
         client.attach_state(f"optimizer/{checked.name}", self._own_state)
+        shared = None if checked.buffers is None else self._module
+        self._inner_steps_state = InnerStepsState(self._model, shared)
+        if self._model.outer is not None:
+            name = f"inner_steps/{checked.name}"
+            client.attach_state(name, self._inner_steps_state, per_rank=True)
 
     def _start(self) -> None:
         """Create the tables, and start from rank 0's values."""
@@ -363,6 +374,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise
         self._tables.extend(tables)
         self._own_state.group_added()
+        self._inner_steps_state.take(tables)
         self._hook_trainable()
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,7 +26,6 @@ import torch
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import EditRefused, InvalidConfig, InvalidTensor, PushpullError, WaitExpired
 from ps_core.tables.optimizers import VALUES_ARRAY, Hyperparameters
-from ps_runtime.system.clock import now_s
 from ps_worker.spec.optimizers import (
     Add,
     Outer,
@@ -36,11 +35,16 @@ from ps_worker.spec.optimizers import (
 )
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.inner_steps import InnerSteps
-from ps_worker.steps.steps import PushTicket, StepResult, TableHandle
-from ps_worker.training.clipping import UpdateScaling, multiply_gradients, norm_and_factor
+from ps_worker.steps.steps import Pulled, PushTicket, StepResult, TableHandle
+from ps_worker.training.clipping import (
+    UpdateScaling,
+    multiply_gradients,
+    norm_and_factor,
+    scale_updates,
+)
 from ps_worker.training.common_model import CommonModel
 from ps_worker.training.interrupts import uninterrupted
-from ps_worker.training.joining import clocks_to_pass, joins_nobody
+from ps_worker.training.joining import ModelJoin, clocks_to_pass
 from ps_worker.training.local_optimizer import StateBefore
 from ps_worker.training.model_pull import birth_clock
 from ps_worker.training.module_buffers import BufferTable
@@ -55,7 +59,6 @@ from ps_worker.training.planned_edits import (
     names_of,
     problem_of,
 )
-from ps_worker.training.sealed_step import SealedStep
 from ps_worker.training.served_state import LoadedState, State, arrays_of, is_same, pulled_arrays
 from ps_worker.training.step_times import StepTimes
 from ps_worker.training.tables.gradient_marks import GradientMarks
@@ -70,6 +73,24 @@ if TYPE_CHECKING:
 
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
 """torch's parameter groups."""
+
+
+@dataclass(slots=True, eq=False)
+class _SealedStep:
+    """A step that was sealed on all tables and has not ended."""
+
+    tickets: Mapping[TrainedTable, PushTicket]  # of the tables that are awake
+    scaling: UpdateScaling | None
+    is_skipped: bool  # it takes no part in the update
+    problem: str  # the name of a gradient that was not finite, in words; else empty
+    pulled: dict[TrainedTable, Pulled] = field(default_factory=dict)
+    edited: Edited = field(default_factory=dict)
+    is_edit: bool = False
+    is_staged: bool = False  # it is an edit that a later one puts in place
+    refused: EditRefused | None = None  # the error, if the edit was refused
+    is_taken_over: bool = False  # its result was written into the parameters
+    marks: GradientMarks | None = None  # of its gradients, if hooks do not tell of all
+    has_gradients: bool = False  # gradients of the next step have come since
 
 
 class TrainedModel:
@@ -105,16 +126,13 @@ class TrainedModel:
         self.are_replayed = False
         self._client = client
         self._optimizer = optimizer
-        self._sealed: SealedStep | None = None
+        self._sealed: _SealedStep | None = None
         self._common = CommonModel(client, options.name, self.tables, self.buffers)
         self._round_count = 0  # the clocks beyond the script's steps
         self._is_hooked = False  # a hook of the present step's gradients was called
         self._given = (-1, b"")  # clock and digest of the state that `gave_state` noted
         self._edits = PlannedEdits()
-        self._joined_at = -1  # its clock when it joined others
-        self._joined_s = 0.0  # the time when it joined
-        self._is_at_start = True  # no worker had taken a step by then
-        self._brought: Edited | None = None  # its changes before its first backward pass
+        self._join = ModelJoin(client, options.name, self.tables)
         self._times: StepTimes  # from `begin` on
 
     @property
@@ -143,6 +161,11 @@ class TrainedModel:
             return 0
         return max((birth_clock(t.name) + t.handle.clock for t in self.tables), default=0)
 
+    @property
+    def has_unpushed(self) -> bool:
+        """OUTER: the parameters have moved since the last outer step."""
+        return self.outer is not None and bool(self.inner_steps.taken or self._edited())
+
     def awake_handles(self) -> list[tuple[TableHandle, bool]]:
         """The handles of all tables, and whether each takes steps."""
         return [
@@ -167,12 +190,8 @@ class TrainedModel:
         self._times = StepTimes(self._client)
 
     def joined(self) -> None:
-        """This worker joins others that train: they would refuse changes that it makes before its
-        first backward pass (SEMANTICS S16).
-        """
-        clocks = [(t.handle.clock, t.handle.table.restored_clock or 0) for t in self.tables]
-        self._is_at_start = all(clock <= first for clock, first in clocks)
-        self._joined_at, self._joined_s = self.clock, now_s()
+        """This worker joins others that train."""
+        self._join.begin(self.clock)
 
     # --- between two steps
 
@@ -210,7 +229,7 @@ class TrainedModel:
                     "synchronize between backward and step in eager mode, whose blocks are applied "
                     "on arrival; call step() first"
                 )
-            if self.outer is not None and (self.inner_steps.taken or self._edited()):
+            if self.has_unpushed:
                 self.results = self._take_step(groups, StepScale())
         self._common.meet(timeout_s, is_pulled=not self.aggregates)
 
@@ -248,8 +267,7 @@ class TrainedModel:
         `synchronize`, would pull.
         """
         self._is_hooked = True
-        if self._joined_at >= 0 and self._brought is None:
-            self._brought = self._edited()
+        self._join.gradient_came(self._edited)
         if self._common.is_interrupted and self.options.applies_on_arrival:
             raise InvalidConfig(
                 "a backward pass in eager mode, whose blocks are applied on arrival, before a "
@@ -400,6 +418,7 @@ class TrainedModel:
             if self.inner is not None and not scale.skip:
                 self.inner.step()
             self.inner_steps.taken += 1
+            self._client.engine.steps.inner_count += 1
 
     # --- edits
 
@@ -413,8 +432,8 @@ class TrainedModel:
         loaded = None
         if self._edits or not is_same(arrays, pulled_arrays(self._client, list(arrays))):
             loaded = LoadedState(arrays)
-            if self._is_new and not self._joins_nobody():
-                raise EditRefused(f"optimizer state was loaded into {self._brings_nothing()}")
+            if self._join.is_new(self.clock) and not self._join.joins_nobody():
+                raise EditRefused(f"optimizer state was loaded into {self._join.words}")
             why = self._why_no_edit()
             if why and self._given == (self.clock, loaded.digest):
                 loaded = None
@@ -440,8 +459,8 @@ class TrainedModel:
         parameter.
         """
         if self.inner is not None:  # sums: they are its own; Add: an edit is part of what is pushed
-            if self.moves and self._is_new:
-                self._check_brings_nothing(self._edited())
+            if self.moves and self._join.is_new(self.clock):
+                self._join.check(self._edited())
             return
         # The script may have changed more since a wait for a planned edit expired.
         is_as_planned = self._edits and not self._edits.problem
@@ -456,41 +475,12 @@ class TrainedModel:
         found = {table: table.edited() for table in self.tables}
         return {table: indexes for table, indexes in found.items() if indexes}
 
-    @property
-    def _is_new(self) -> bool:
-        """True if this worker joins others that train, and has taken no step with them."""
-        return self._joined_at >= self.clock
-
-    def _check_brings_nothing(self, edited: Edited) -> None:
-        """Refuse a late joiner's changes before its loop, which no other worker makes."""
-        brought = edited if self._brought is None else self._brought
-        left = {
-            table: indexes
-            for table, found in brought.items()
-            if (indexes := sorted({*found} & {*edited.get(table, ())}))
-        }
-        if left and not self._joins_nobody():
-            raise EditRefused(
-                f"parameter {names_of(left)} was changed in {self._brings_nothing()}. The change "
-                "stays until it is undone"
-            )
-
-    def _joins_nobody(self) -> bool:
-        at_start = self._is_at_start
-        return joins_nobody(self._client, self.tables, self._joined_s, is_at_start=at_start)
-
-    def _brings_nothing(self) -> str:
-        return (
-            f"'{self.options.name}' before this worker's first step, and it joins others that "
-            f"train: the model is theirs, as of step {self.clock}. Nothing was sent. Load only "
-            "where optimizer.clock is 0, or start all workers anew, together"
-        )
-
     def _plan_edits(self) -> None:
         self._edits.forget()
         edited = self._edited()
-        if self._is_new:
-            self._check_brings_nothing(edited)
+        is_new = self._join.is_new(self.clock)
+        if is_new:
+            self._join.check(edited)
         if not edited and self.loaded is None:
             return
         why = self._why_no_edit()
@@ -505,7 +495,7 @@ class TrainedModel:
         if why:
             raise EditRefused(load_refused(self.options.name, why))
         problem = problem_of(edited, may_be_infinite=self.options.allow_non_finite)
-        passed_count = clocks_to_pass(self._client, self.tables) if self._is_new else 0
+        passed_count = clocks_to_pass(self._client, self.tables) if is_new else 0
         self._edits.plan(edited, self.loaded, problem, passed_count)
 
     def _why_no_edit(self) -> str:
@@ -515,7 +505,7 @@ class TrainedModel:
         reasons = (self._client.tables.why_no_edit(table.handle) for table in self.tables)
         return next((reason for reason in reasons if reason), "")
 
-    def _seal_edit(self) -> SealedStep:
+    def _seal_edit(self) -> _SealedStep:
         """Seal the next edit on every table. One with a problem has a name of its own: it is
         refused and ends the clock for all workers, which need not wait for this one.
         """
@@ -538,11 +528,11 @@ class TrainedModel:
                 tickets[table] = table.edit(indexes, name, array)
             else:
                 tickets[table] = table.load(array, edits.values(table), name)
-        step = SealedStep(tickets, None, False, edits.problem, edited=edits.edited, is_edit=True)
+        step = _SealedStep(tickets, None, False, edits.problem, edited=edits.edited, is_edit=True)
         step.is_staged = not edits.is_in_place_with_next
         return step
 
-    def _ended_edit(self, sealed: SealedStep) -> None:
+    def _ended_edit(self, sealed: _SealedStep) -> None:
         """Go on to the next planned edit; after a refusal, plan anew with the next step."""
         if sealed.refused is not None or sealed.problem:
             self._edits.forget()
@@ -551,7 +541,7 @@ class TrainedModel:
         if not self._edits:
             self.loaded = None
 
-    def _end_refused(self, sealed: SealedStep) -> None:
+    def _end_refused(self, sealed: _SealedStep) -> None:
         if sealed.is_edit and sealed.problem:
             raise InvalidTensor(
                 f"{sealed.problem}. The step was not taken, and the value stays until it is changed"
@@ -565,7 +555,7 @@ class TrainedModel:
             own = f"{names_of(sealed.edited)} was changed here, and stays so until undone or taken"
         raise EditRefused(f"{sealed.refused.message}; {own}. No worker took the step. {REMEDIES}")
 
-    def _seal(self, groups: Groups, scale: StepScale, before: StateBefore | None) -> SealedStep:
+    def _seal(self, groups: Groups, scale: StepScale, before: StateBefore | None) -> _SealedStep:
         """Push the rest of the step, and seal it on every table."""
         awake = {t: self.hyperparameters(t, groups) for t in self.tables if not t.is_asleep}
         is_round = any(table.is_restricted for table in self.tables)
@@ -594,7 +584,8 @@ class TrainedModel:
             if not is_round:
                 row_steps = [(rows, rows.seal(scale, skip=skip)) for rows in self.rows]
         self.inner_steps.taken = 0
-        scaling = None if skip else self._scale_updates(scale, [*tickets.items(), *row_steps])
+        max_norm = None if skip else self.options.clip_norm
+        scaling = scale_updates([*tickets.items(), *row_steps], scale, max_norm)
         if is_round:
             self._round_count += 1
             for table in self.tables:
@@ -604,23 +595,23 @@ class TrainedModel:
                 rows.pass_clock()
         taking_part = [ticket for table, ticket in tickets.items() if table.takes_part]
         self._times.sealed([*taking_part, *(ticket for _, ticket in row_steps)])
-        sealed = SealedStep(tickets, scaling, skip, problem)
+        sealed = _SealedStep(tickets, scaling, skip, problem)
         if not self.aggregates and (self.are_replayed or not self._is_hooked):
             sealed.marks = self._marks()
         self._is_hooked = False
         return sealed
 
     def _push_rest(self, awake: Mapping[TrainedTable, Hyperparameters]) -> str:
-        """Push the rest of the step, up to the first gradient that is not finite; returns its name,
-        in words, or nothing. Rows are pushed with their seal.
+        """Push the rest of the step, up to the first gradient that is not finite; returns words for
+        it, or nothing. Rows are pushed with their seal.
         """
         may_be_infinite = self.options.allow_non_finite or self.options.applies_on_arrival
         if not may_be_infinite and (words := self.non_finite_rows()):
             return words
         for table, hyperparameters in awake.items():
-            name = table.push_rest(hyperparameters)
-            if name is not None:
-                return table.not_finite(name)
+            bad = table.push_rest(hyperparameters)
+            if bad is not None:
+                return bad
         for rows in self.rows:
             rows.prepare()
         return ""
@@ -632,11 +623,11 @@ class TrainedModel:
             buffers.seal()
 
     @torch.no_grad()
-    def _end(self, sealed: SealedStep) -> dict[TrainedTable, StepResult]:
+    def _end(self, sealed: _SealedStep) -> dict[TrainedTable, StepResult]:
         """Wait for the end of a step, and take over its result; returns as `_step`."""
         try:
             for table in sealed.tickets:
-                pulled = sealed.finish(table)
+                pulled = _finished(table, sealed)
                 if pulled is not None:
                     sealed.pulled[table] = pulled
             with uninterrupted():
@@ -671,7 +662,7 @@ class TrainedModel:
         ended = {} if sealed.is_skipped or sealed.is_edit else sealed.tickets
         return {table: ticket.future.result() for table, ticket in ended.items()}
 
-    def _finish_rows(self, sealed: SealedStep) -> None:
+    def _finish_rows(self, sealed: _SealedStep) -> None:
         """Wait for the steps of all embedding tables; then raise the first error of one."""
         results, failure = [], None
         for rows in self.rows:
@@ -699,7 +690,7 @@ class TrainedModel:
             for _ in range(count if part not in pulled else 0):
                 part.pass_clock()
 
-    def _take_over(self, sealed: SealedStep) -> None:
+    def _take_over(self, sealed: _SealedStep) -> None:
         """Write the pulled values into the parameters, or into the gradients for one step of the
         local optimizer.
         """
@@ -709,6 +700,8 @@ class TrainedModel:
                 table.write_parameters(() if is_taken else sealed.edited.get(table, ()))
             elif table in sealed.pulled:
                 table.write_gradients(sealed.pulled[table])
+            if self.outer is not None and not sealed.is_skipped:
+                table.move_again(sealed.tickets[table].future.result())
         if self.inner is not None and self.aggregates and not sealed.is_taken_over:
             if self.options.clip_norm is not None:  # a norm that is not finite makes them NaN
                 trained = _parameters(self.inner.param_groups)
@@ -764,18 +757,6 @@ class TrainedModel:
         for rows in self.rows:
             rows.multiply(factor)
 
-    def _scale_updates(
-        self, scale: StepScale, steps: Sequence[tuple[TrainedTable | TrainedRows, PushTicket]]
-    ) -> UpdateScaling | None:
-        """BSP: scale the updates, which wait for their norm, as soon as it is known."""
-        max_norm = self.options.clip_norm
-        if scale.clip_scale is None or max_norm is None or not steps:
-            return None
-        scaling = UpdateScaling([(part.handle, ticket) for part, ticket in steps], max_norm)
-        for (part, _), ticket in zip(steps, scaling.tickets, strict=True):
-            part.pending.add(ticket)
-        return scaling
-
     def non_finite_rows(self) -> str:
         """Words for a gradient of rows with an infinity or a NaN; empty without one."""
         return next((words for rows in self.rows if (words := rows.non_finite())), "")
@@ -791,6 +772,17 @@ class TrainedModel:
             return words
         step = f"step {1 + self.clock} of '{self.options.name}'"
         return f"the norm of the gradients is {norm} at {step}"
+
+
+def _finished(table: TrainedTable, sealed: _SealedStep) -> Pulled | None:
+    """As `TrainedTable.finish`; notes a refused edit, whose clock ends all the same, and goes on to
+    wait for the pull.
+    """
+    while True:
+        try:
+            return table.finish()
+        except EditRefused as error:  # each ticket raises once
+            sealed.refused = sealed.refused or error
 
 
 def _parameters(groups: Groups) -> Iterator[torch.Tensor]:

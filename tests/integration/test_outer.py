@@ -79,7 +79,7 @@ def train(
 def twin(outer: ps.Outer, steps: int) -> list[list[Values]]:
     """What each worker of one process has after each step, with the arithmetic of the servers."""
     models = [Quadratic(seed=0) for _ in range(WORKERS)]
-    locals_ = [outer.factory(list(model.parameters())) for model in models]
+    locals_ = [outer.factory([{"params": list(model.parameters())}]) for model in models]
     anchors = [parameter.detach().clone() for parameter in models[0].parameters()]
     servers = torch.optim.SGD(
         anchors, lr=outer.lr, momentum=outer.momentum, nesterov=outer.nesterov, foreach=False

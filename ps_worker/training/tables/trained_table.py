@@ -38,7 +38,7 @@ from ps_worker.training.tables.step_scale import StepScale
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client
-    from ps_worker.steps.steps import Pulled, PullTicket, PushTicket
+    from ps_worker.steps.steps import Pulled, PullTicket, PushTicket, StepResult
 
 _REMEDIES = (
     "use mode='sealed' (the default), which sends it again; or change gradients only before their "
@@ -312,9 +312,8 @@ class TrainedTable:
         """Push the blocks that have not left in their present form.
 
         Returns:
-            The name of a parameter whose gradient is not finite; then no more is pushed. None if
-            all are finite, or need not be, or servers refuse them block by block (eager steps under
-            ASP).
+            Words for a gradient that is not finite; then no more is pushed. None if all are finite,
+            or need not be, or servers refuse them block by block (eager steps under ASP).
         """
         if not self.takes_part:
             return None
@@ -330,7 +329,7 @@ class TrainedTable:
         if self._checks_finite:
             bad = self.staging.non_finite()
             if bad is not None:
-                return bad
+                return self.not_finite(bad)
         self._push(blocks, hyperparameters)
         return None
 
@@ -342,8 +341,7 @@ class TrainedTable:
             self._moved = FlatBuffer(
                 self.layout, is_shared=self._client.connection.may_share_memory
             )
-        for arrival in self._arrivals:
-            arrival.synchronize()
+        self._finish_copies()
         placed, pulled_views = self.layout.placed, self._received.views
         for entry, view, pulled in zip(placed, self._moved.views, pulled_views, strict=True):
             view.copy_(entry.tensor.detach())
@@ -352,18 +350,18 @@ class TrainedTable:
             else:
                 view.sub_(pulled)
             if not self._options.allow_non_finite and not is_finite(view):
-                return entry.name
+                what = "pseudo-gradient" if self._is_outer else "gradient"
+                return self.not_finite(entry.name, what)
         blocks = blocks_in(self.handle.table, self._moved.values)
         if self._only is not None:
             blocks = (each for each in blocks if each.block in self._only)
         self._client.tables.begin_step(self.handle).push_blocks(blocks)
         return None
 
-    def not_finite(self, name: str) -> str:
+    def not_finite(self, name: str, what: str = "gradient") -> str:
         """Words for a parameter's gradient that is not finite."""
-        what = "the move by inner steps" if self._is_outer else "the gradient"
         step = f"step {self.handle.clock + 1} of table '{self.name}'"
-        return f"{what} of '{name}' has an infinity or a NaN at {step}"
+        return f"the {what} of '{name}' has an infinity or a NaN at {step}"
 
     def seal(self, hyperparameters: Hyperparameters, scale: StepScale, *, skip: bool) -> PushTicket:
         """Seal the step, and begin to pull its result; `finish` waits."""
@@ -383,9 +381,7 @@ class TrainedTable:
 
     def begin_pull(self) -> None:
         """Begin to pull the table at this worker's clock; `finish` waits."""
-        for arrival in self._arrivals:  # of copies that read the last pull's values
-            arrival.synchronize()
-        self._arrivals.clear()
+        self._finish_copies()
         self._written.is_known = False
         self._pull = self._client.pulls.start(self.handle, self._received.raw)
         self.pending.add(self._pull)
@@ -432,6 +428,48 @@ class TrainedTable:
         with torch.no_grad():
             self._arrivals = from_host(moves)
         self._written.written(but)
+
+    def move_again(self, result: StepResult) -> None:
+        """OUTER: keep how far inner steps moved the parameters in blocks that the servers did not
+        take; the next outer step pushes that.
+        """
+        blocks = set(result.rejected)
+        if self.handle.steps.residuals is None:  # else the codec brings what was discarded
+            blocks.update(result.discarded_blocks)
+        if self._moved is None or not blocks:
+            return
+        kept, size = torch.zeros_like(self._moved.values), self.handle.spec.block_elements
+        for start in (block * size for block in blocks):
+            kept[start : start + size] = self._moved.values[start : start + size]
+        self._finish_copies()
+        with torch.no_grad():
+            for entry, view in zip(self.layout.placed, self.layout.views(kept), strict=True):
+                entry.tensor.sub_(view.to(entry.tensor.device))
+
+    def local_values(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """OUTER: the values that were pulled last, and those of the parameters: all elements of the
+        table, 1-D, in host memory.
+        """
+        self._finish_copies()
+        own = torch.empty_like(self._received.values)
+        for entry, view in zip(self.layout.placed, self.layout.views(own), strict=True):
+            view.copy_(entry.tensor.detach())
+        return self._received.values, own
+
+    def load_local(self, pulled: torch.Tensor, own: torch.Tensor) -> None:
+        """OUTER: go on from the result of `local_values`."""
+        self._received.values.copy_(pulled)
+        self.write_parameters()
+        self._finish_copies()
+        with torch.no_grad():
+            for entry, view in zip(self.layout.placed, self.layout.views(own), strict=True):
+                entry.tensor.copy_(view)
+
+    def _finish_copies(self) -> None:
+        """Wait for copies that read the values pulled last."""
+        for arrival in self._arrivals:
+            arrival.synchronize()
+        self._arrivals.clear()
 
     def write_gradients(self, pulled: Pulled) -> None:
         """AGGREGATE: write the pulled sums into the gradients; None if absent at all workers."""
