@@ -1,0 +1,80 @@
+"""Outer in checkpoints: a run goes on bit for bit, between two outer steps as well."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ps_worker as ps
+from ps_runtime.checkpoint.store import resolve
+from tests.integration import resumed_training
+from tests.integration.outer_training import (
+    INNER_STEPS,
+    Trainer,
+    Values,
+    adamw,
+    is_same,
+)
+
+END = 10
+WAIT_S = 30.0
+
+
+class Run:
+    """Workers that train together, with a sampler and a schedule, and ask for a checkpoint."""
+
+    def __init__(self, consistency: str, **options: Any) -> None:
+        self.options = {"consistency": consistency, **options}
+        self.clocks: list[int] = []
+
+    def train(self, client: ps.Client, until: int, save_at: int = 0) -> list[Values]:
+        """The parameters and buffers after each step, from where the checkpoint was made."""
+        trainer = Trainer(client, "model", adamw(), **self.options)
+        schedule = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 2, 0.5)
+        client.attach_state("schedule", schedule)
+        sampler = ps.DistributedSampler(client, 2 * END, shuffle=False)
+        history: list[Values] = []
+        for number in sampler.follow(list(sampler), batch_size=1):
+            trainer.step_count = number // 2
+            history.append([*trainer.step(), trainer.model.get_buffer("seen").clone()])
+            schedule.step()
+            client.save_point()
+            if trainer.step_count == save_at:
+                ticket = client.checkpoint()
+                ticket.wait(WAIT_S)
+            if trainer.step_count == until:
+                break
+        self.clocks.append(trainer.optimizer.clock)
+        return history
+
+    def on_cluster(self, root: str, resume: str, until: int, save_at: int = 0) -> list[Any]:
+        work = partial(self.train, until=until, save_at=save_at)
+        with ps.local_cluster(1, 2, checkpoint_url=root, resume=resume) as cluster:
+            return resumed_training.together(cluster.address, 2, work)
+
+
+@pytest.mark.timeout(180)  # four clusters, one after the other
+@pytest.mark.parametrize(
+    "options", [{}, {"push_codec": "int8", "pull_codec": "bf16"}], ids=["whole", "int8"]
+)
+def test_bsp_goes_on_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+    """From one step after an outer step, and from two; and from right after one."""
+    run, root = Run("bsp", **options), str(tmp_path / "run")
+    expected = run.on_cluster(str(tmp_path / "whole"), "", END)
+    found: list[list[Values]] = [[], []]
+    for begin, end, resume in ((4, 5, ""), (8, 8, root), (9, 9, root), (0, END, root)):
+        before = len(found[0])
+        for rank, history in enumerate(run.on_cluster(root, resume, end, begin)):
+            found[rank] += history[: begin - before] if begin else history
+        if begin:
+            with resolve(root).reader as reader:
+                clocks = {table.clock for table in reader.manifest.tables}
+                assert clocks == {begin // INNER_STEPS}, "it needs no further outer step"
+                assert not any(table.is_torn for table in reader.manifest.tables)
+    for rank in range(2):
+        for step, (own, theirs) in enumerate(zip(found[rank], expected[rank], strict=True)):
+            assert is_same(own, theirs), f"{rank=} {step=}"
