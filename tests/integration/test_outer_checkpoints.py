@@ -78,3 +78,30 @@ def test_bsp_goes_on_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> Non
     for rank in range(2):
         for step, (own, theirs) in enumerate(zip(found[rank], expected[rank], strict=True)):
             assert is_same(own, theirs), f"{rank=} {step=}"
+
+
+def test_a_pseudo_gradient_counts_from_what_its_worker_pulled(tmp_path: Path) -> None:
+    """ASP: the checkpoint has what another worker pushed meanwhile. Each inner step moves every
+    parameter by -1: two of this worker, and two of the other.
+    """
+    sgd = ps.Outer(partial(torch.optim.SGD, lr=1.0), 2, lr=1.0, momentum=0.0, nesterov=False)
+    root = str(tmp_path)
+
+    def train(client: ps.Client, steps: int) -> torch.Tensor:
+        model = torch.nn.Linear(100, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = ps.DistributedOptimizer(client, model, sgd, consistency="asp")
+        for _ in range(steps if client.rank else 1):
+            optimizer.zero_grad()
+            model.weight.sum().backward()
+            optimizer.step()
+        client.barrier("trained")
+        client.checkpoint().wait(WAIT_S)
+        optimizer.synchronize()
+        return model.weight.detach()
+
+    for resume, steps in (("", 2), (root, 0)):
+        with ps.local_cluster(1, 2, checkpoint_url=root, resume=resume) as cluster:
+            work = partial(train, steps=steps)
+            weights = resumed_training.together(cluster.address, 2, work)
+        assert all(weight.eq(-3.0 - bool(resume)).all() for weight in weights)
