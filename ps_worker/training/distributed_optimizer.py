@@ -98,6 +98,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer: `SGD`, `Adam`, `AdamW`, `Adagrad`, `RMSprop`: runs on the servers. `Aggregate`:
             the servers reduce the gradients and each worker runs a torch optimizer of its own.
             `Add`: each worker runs one on its own gradients; the servers add up its updates.
+            `Outer`: likewise, for many steps before the servers take one with what all did.
             `Custom`: a custom update on the servers.
         module: the module, if `parameters` is none: for the names of parameters, for its buffers
             and Embeddings.
@@ -127,8 +128,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         clip_norm (float | None, None): the largest norm of all gradients together, above 0; a
             longer gradient is scaled down to it, as `torch.nn.utils.clip_grad_norm_` does, after
             the loss scale. Under BSP this clips the reduced gradient, for one round trip more a
-            step; with `Add`, and under SSP and ASP, each worker's own. Not in "eager" mode. None:
-            no clipping.
+            step; with `Add` and `Outer`, and under SSP and ASP, each worker's own. Not in "eager"
+            mode. None: no clipping.
         recompute (int, 3): with `ASP(reject=...)`: the number of times that `step(closure)`
             computes and pushes blocks anew that were too stale, before it gives them up. 0: never;
             nor does `step` without closure.
@@ -141,7 +142,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Attributes:
         results: the results of the last step, one a table: blocks that were too stale
             (`ASP(reject=...)`), and updates made without it (`BSP(backup_workers=...)`); empty if
-            the step was skipped.
+            the step was skipped, and after an inner step (`Outer`).
         gradient_norm: the norm that the last step was clipped by; None without `clip_norm`.
 
     Rows of Embeddings keep the optimizer and the consistency of their own tables; `param_groups`
@@ -261,7 +262,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> float | None:
         """End the step: clock + 1 on every table, and pull the parameters.
 
-        Under BSP they are equal to those of every other worker at this clock, bit for bit.
+        Under BSP they are equal to those of every other worker at this clock, bit for bit. With
+        `Outer` only every `inner_steps`-th call does so; others run the local optimizer, and return
+        at once.
 
         If blocks were too stale (`ASP(reject=...)`), this calls `closure` again, at the pulled
         parameters, and pushes only those blocks: a round, which is a step of its own, with a clock
@@ -379,7 +382,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The parameter groups, and the servers' optimizer state, in the layout of the torch.optim
-        namesake, which can load it. With `Aggregate` and `Add` the local optimizer's.
+        namesake, which can load it. With `Aggregate`, `Add` and `Outer` the local optimizer's.
 
         State is on the CPU, in float32 (float64 for float64 parameters). Under BSP it is the state
         after this worker's last step; else the servers' state of the moment.
@@ -461,13 +464,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def has_local_state(self) -> bool:
-        """True if a torch optimizer runs at this worker (`Aggregate`, `Add`)."""
+        """True if a torch optimizer runs at this worker (`Aggregate`, `Add`, `Outer`)."""
         return self._model.inner is not None
 
     @property
     def clock(self) -> int:
         """The steps that this worker has taken with the model, rounds included; a late joiner
-        begins at this step, in its schedules too.
+        begins at this step, in its schedules too. With `Outer` the outer steps.
         """
         return self._model.clock
 
@@ -498,7 +501,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         to evaluate or to save under SSP and ASP. All workers call it, each after its own last step,
         or between two steps; training goes on after it. Buffers on the servers come with them.
 
-        Under BSP parameters are the same after each step anyway.
+        Under BSP parameters are the same after each step anyway; with `Outer` after each outer
+        step, and this takes one early, if there have been inner steps since the last.
 
         Args:
             timeout_s: None means the client's request_deadline_s.

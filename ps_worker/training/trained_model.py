@@ -458,7 +458,7 @@ class TrainedModel:
         optimizer state, in steps before that of the gradients (SEMANTICS S16). Reads every
         parameter.
         """
-        if self.inner is not None:  # sums: they are its own; Add: an edit is part of what is pushed
+        if self.inner is not None:  # sums: they are its own; else an edit is part of what is pushed
             if self.moves and self._join.is_new(self.clock):
                 self._join.check(self._edited())
             return

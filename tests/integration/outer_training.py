@@ -34,6 +34,7 @@ class Quadratic(nn.Module):
         draw = torch.Generator().manual_seed(seed)  # its own: threads share the default one
         self.weight = nn.Parameter(torch.randn(20, 30, generator=draw))
         self.bias = nn.Parameter(torch.randn(30, generator=draw))
+        self.seen: torch.Tensor
         self.register_buffer("seen", torch.zeros(2))
 
     def loss(self, rank: int, step: int) -> torch.Tensor:

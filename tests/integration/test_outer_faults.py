@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection
 
 import pytest
+import torch
 
 import ps_worker as ps
 from tests.integration.lane_cluster import lane_cluster, until
@@ -94,6 +95,9 @@ def test_a_worker_killed_between_outer_steps_is_replaced() -> None:
             begun = trainer.optimizer.clock
             assert begun >= 1
             assert trainer.step_count == begun * INNER_STEPS, "as the other, at its last outer step"
+            served = torch.from_numpy(late.pull(late.table("model/0/float32")))
+            own = torch.cat([each.flatten() for each in values_of(trainer.model)])
+            assert torch.equal(own, served)
             target.append(trainer.step_count + STEPS)
             assert is_same(go_on(trainer), other.result(DEADLINE_S))
             assert trainer.optimizer.clock == begun + STEPS // INNER_STEPS

@@ -19,10 +19,7 @@ OUTER = Outer(torch.optim.SGD, inner_steps=3)
 
 
 def test_an_outer_step_is_due_after_so_many() -> None:
-    steps = InnerSteps(3, taken=2)
-    assert not steps.are_all_taken
-    steps.taken += 1
-    assert steps.are_all_taken
+    assert [InnerSteps(3, taken).are_all_taken for taken in range(4)] == [False] * 3 + [True]
     assert InnerSteps(3, taken=2).at(clock=5) == 17
     assert [InnerSteps(3).clock_after(each) for each in (14, 15, 17, 18)] == [4, 5, 5, 6]
     assert [InnerSteps().at(5), InnerSteps().clock_after(5)] == [5, 5]
