@@ -341,7 +341,8 @@ class TrainedTable:
             self._moved = FlatBuffer(
                 self.layout, is_shared=self._client.connection.may_share_memory
             )
-        self._finish_copies()
+        for arrival in self._arrivals:
+            arrival.synchronize()
         placed, pulled_views = self.layout.placed, self._received.views
         for entry, view, pulled in zip(placed, self._moved.views, pulled_views, strict=True):
             view.copy_(entry.tensor.detach())
@@ -381,7 +382,9 @@ class TrainedTable:
 
     def begin_pull(self) -> None:
         """Begin to pull the table at this worker's clock; `finish` waits."""
-        self._finish_copies()
+        for arrival in self._arrivals:  # of copies that read the last pull's values
+            arrival.synchronize()
+        self._arrivals.clear()
         self._written.is_known = False
         self._pull = self._client.pulls.start(self.handle, self._received.raw)
         self.pending.add(self._pull)
@@ -441,7 +444,6 @@ class TrainedTable:
         kept, size = torch.zeros_like(self._moved.values), self.handle.spec.block_elements
         for start in (block * size for block in blocks):
             kept[start : start + size] = self._moved.values[start : start + size]
-        self._finish_copies()
         with torch.no_grad():
             for entry, view in zip(self.layout.placed, self.layout.views(kept), strict=True):
                 entry.tensor.sub_(view.to(entry.tensor.device))
@@ -450,7 +452,6 @@ class TrainedTable:
         """OUTER: the values that were pulled last, and those of the parameters: all elements of the
         table, 1-D, in host memory.
         """
-        self._finish_copies()
         own = torch.empty_like(self._received.values)
         for entry, view in zip(self.layout.placed, self.layout.views(own), strict=True):
             view.copy_(entry.tensor.detach())
@@ -458,18 +459,11 @@ class TrainedTable:
 
     def load_local(self, pulled: torch.Tensor, own: torch.Tensor) -> None:
         """OUTER: go on from the result of `local_values`."""
-        self._received.values.copy_(pulled)
+        self._received.values.copy_(pulled)  # a copy to a device that still reads it is made again
         self.write_parameters()
-        self._finish_copies()
         with torch.no_grad():
             for entry, view in zip(self.layout.placed, self.layout.views(own), strict=True):
                 entry.tensor.copy_(view)
-
-    def _finish_copies(self) -> None:
-        """Wait for copies that read the values pulled last."""
-        for arrival in self._arrivals:
-            arrival.synchronize()
-        self._arrivals.clear()
 
     def write_gradients(self, pulled: Pulled) -> None:
         """AGGREGATE: write the pulled sums into the gradients; None if absent at all workers."""
