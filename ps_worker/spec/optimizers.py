@@ -64,7 +64,8 @@ class ServerOptimizer:
         `clamp` if there is one. None with a `factory`, whose optimizer has the groups.
         """
         settings = self._settings()
-        settings.pop("factory", None)
+        if "factory" in settings:
+            return {}
         if settings.get("clamp", ()) is None:
             del settings["clamp"]
         return settings

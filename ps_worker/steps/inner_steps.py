@@ -13,11 +13,18 @@ class InnerSteps:
 
     Attributes:
         per_clock: the inner steps of an outer step.
-        taken: those since the last outer step, which no server has.
+        taken: those since the last outer step.
+        has_kept: the servers have not taken all of the last outer step.
     """
 
     per_clock: int = 1
     taken: int = 0
+    has_kept: bool = False
+
+    @property
+    def have_moved(self) -> bool:
+        """True if the parameters have moved, as no server knows."""
+        return self.taken > 0 or self.has_kept
 
     @property
     def are_all_taken(self) -> bool:

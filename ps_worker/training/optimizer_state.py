@@ -206,11 +206,12 @@ class InnerStepsState:
 
     def state_dict(self) -> dict[str, Any]:
         """The number of inner steps, the values of each table, and the buffers; or nothing."""
-        model = self._model
-        if not model.has_unpushed:
+        model, steps = self._model, self._model.inner_steps
+        if not steps.have_moved:
             return {}
         return {
-            "taken": model.inner_steps.taken,
+            "taken": steps.taken,
+            "has_kept": steps.has_kept,
             "tables": {t.name: t.local_values() for t in model.tables if not t.is_asleep},
             "buffers": {name: buffer.detach() for name, buffer in self._buffers()},
         }
@@ -219,7 +220,8 @@ class InnerStepsState:
         """Load the result of `state_dict`."""
         if not state:
             return
-        self._model.inner_steps.taken = state["taken"]
+        steps = self._model.inner_steps
+        steps.taken, steps.has_kept = state["taken"], state["has_kept"]
         self._later = dict(state["tables"])
         self.take(self._model.tables)
         for name, buffer in self._buffers():

@@ -161,11 +161,6 @@ class TrainedModel:
             return 0
         return max((birth_clock(t.name) + t.handle.clock for t in self.tables), default=0)
 
-    @property
-    def has_unpushed(self) -> bool:
-        """OUTER: the parameters have moved since the last outer step."""
-        return self.outer is not None and bool(self.inner_steps.taken or self._edited())
-
     def awake_handles(self) -> list[tuple[TableHandle, bool]]:
         """The handles of all tables, and whether each takes steps."""
         return [
@@ -229,7 +224,7 @@ class TrainedModel:
                     "synchronize between backward and step in eager mode, whose blocks are applied "
                     "on arrival; call step() first"
                 )
-            if self.has_unpushed:
+            if self.inner_steps.have_moved:
                 self.results = self._take_step(groups, StepScale())
         self._common.meet(timeout_s, is_pulled=not self.aggregates)
 
@@ -458,8 +453,9 @@ class TrainedModel:
         optimizer state, in steps before that of the gradients (SEMANTICS S16). Reads every
         parameter.
         """
-        if self.inner is not None:  # sums: they are its own; else an edit is part of what is pushed
-            if self.moves and self._join.is_new(self.clock):
+        # Sums: they are its own; else an edit is part of what is pushed.
+        if self.inner is not None and (self.outer is None or self.inner_steps.have_moved):
+            if self.adds and self._join.is_new(self.clock):
                 self._join.check(self._edited())
             return
         # The script may have changed more since a wait for a planned edit expired.
@@ -583,7 +579,7 @@ class TrainedModel:
             row_steps = []
             if not is_round:
                 row_steps = [(rows, rows.seal(scale, skip=skip)) for rows in self.rows]
-        self.inner_steps.taken = 0
+        self.inner_steps.taken, self.inner_steps.has_kept = 0, False
         max_norm = None if skip else self.options.clip_norm
         scaling = scale_updates([*tickets.items(), *row_steps], scale, max_norm)
         if is_round:
@@ -700,8 +696,9 @@ class TrainedModel:
                 table.write_parameters(() if is_taken else sealed.edited.get(table, ()))
             elif table in sealed.pulled:
                 table.write_gradients(sealed.pulled[table])
-            if self.outer is not None and not sealed.is_skipped:
-                table.move_again(sealed.tickets[table].future.result())
+            if self.outer is not None and not (sealed.is_skipped or sealed.is_edit):
+                is_moved = table.move_again(sealed.tickets[table].future.result())
+                self.inner_steps.has_kept |= is_moved
         if self.inner is not None and self.aggregates and not sealed.is_taken_over:
             if self.options.clip_norm is not None:  # a norm that is not finite makes them NaN
                 trained = _parameters(self.inner.param_groups)

@@ -137,6 +137,49 @@ def test_synchronize_takes_the_outer_step_early(workers: list[ps.Client]) -> Non
         assert found[rank].optimizer.clock == 3
 
 
+def test_parameters_that_are_changed_after_an_outer_step_are_taken_as_they_are(
+    workers: list[ps.Client],
+) -> None:
+    """As with an optimizer of the servers, before the first inner step too; not as a move, which
+    the outer rate and momentum would scale.
+    """
+
+    def change(model: nn.Module, step: int) -> None:
+        if step in (0, 6):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(step + 5.0)
+
+    def work(client: ps.Client, name: str) -> Trainer:
+        trainer = Trainer(client, name, adamw())
+        for step in range(10):
+            change(trainer.model, step)
+            trainer.step()
+        return trainer
+
+    found, expected = together(workers, partial(work, name=new_name())), Twin(adamw())
+    for step in range(10):
+        for model in expected.models:
+            change(model, step)
+        if step in (0, 6):
+            for anchor in expected.anchors:
+                anchor.fill_(step + 5.0)
+        expected.step(step)
+        if (step + 1) % INNER_STEPS == 0:
+            expected.outer_step()
+    for trainer, history in zip(found, expected.history, strict=True):
+        for own, theirs in zip(trainer.history, history, strict=True):
+            assert is_same(own, theirs)
+
+
+def test_parameters_are_not_changed_under_asp(workers: list[ps.Client]) -> None:
+    trainer = Trainer(workers[0], new_name(), adamw(), consistency="asp")
+    with torch.no_grad():
+        trainer.model.weight.fill_(1.0)
+    with pytest.raises(ps.EditRefused, match=r"parameter 'weight' of .* was changed since"):
+        trainer.step()
+
+
 # --- the inner optimizer is the script's
 
 

@@ -432,21 +432,22 @@ class TrainedTable:
             self._arrivals = from_host(moves)
         self._written.written(but)
 
-    def move_again(self, result: StepResult) -> None:
+    def move_again(self, result: StepResult) -> bool:
         """OUTER: keep how far inner steps moved the parameters in blocks that the servers did not
-        take; the next outer step pushes that.
+        take; the next outer step pushes that. Returns True if there are any.
         """
         blocks = set(result.rejected)
         if self.handle.steps.residuals is None:  # else the codec brings what was discarded
             blocks.update(result.discarded_blocks)
         if self._moved is None or not blocks:
-            return
+            return False
         kept, size = torch.zeros_like(self._moved.values), self.handle.spec.block_elements
         for start in (block * size for block in blocks):
             kept[start : start + size] = self._moved.values[start : start + size]
         with torch.no_grad():
             for entry, view in zip(self.layout.placed, self.layout.views(kept), strict=True):
                 entry.tensor.sub_(view.to(entry.tensor.device))
+        return True
 
     def local_values(self) -> tuple[torch.Tensor, torch.Tensor]:
         """OUTER: the values that were pulled last, and those of the parameters: all elements of the
