@@ -195,6 +195,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._loss: float | None = None
         self._is_made = False
         self._has_stepped = False
+        self._zeroed_at = (-1, 0)  # the steps before the last `zero_grad`
         if checked.buffers == "mean" and self._module is None:
             raise InvalidConfig("buffers is 'mean' without a module; give module=")
         has_rows = self._module is not None and has_embeddings(self._module)
@@ -301,7 +302,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._has_stepped = True
         if not self._model.is_repeated:
             self._model.end_step()
-            self._client.checkpoints.save_points.reach(is_explicit=False)
+            if self._zeroed_at != self._client.engine.steps.mark:  # else that was the save point
+                self._client.checkpoints.save_points.reach(is_explicit=False)
             self._loss = None
             if closure is not None:
                 check_unscaled(self)
@@ -340,6 +342,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._is_made:
             self._model.end_step()
             self._client.checkpoints.save_points.reach(is_explicit=False)
+            self._zeroed_at = self._client.engine.steps.mark
         _plain(_Base.zero_grad)(self, set_to_none)
         self._hook_trainable()
         for table in self._tables:
@@ -564,7 +567,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for layout in table_layouts(prefix, group)
         ]
         for table in tables:
-            table.handle.inner_steps = self._model.inner_steps
             self._keep_residuals(table)
         if isinstance(optimizer, Custom) and tables:
             # Fill in the servers' defaults, so that schedulers find and change them.
@@ -585,6 +587,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _start_from_rank_zero(
         self, tables: Sequence[TrainedTable | BufferTable], rows: Sequence[TrainedRows] = ()
     ) -> None:
+        for table in tables:
+            table.handle.inner_steps = self._model.inner_steps
         joins = any(self._client.engine.joins(t.handle.table.table_id) for t in tables)
         if self._client.is_late_joiner and isinstance(self._optimizer, Aggregate):
             raise InvalidConfig(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ from tests.integration.outer_training import (
     Values,
     adamw,
     is_same,
+    values_of,
 )
+from tests.integration.resumed_training import Position
 
 END = 10
 WAIT_S = 30.0
@@ -78,6 +82,47 @@ def test_bsp_goes_on_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> Non
     for rank in range(2):
         for step, (own, theirs) in enumerate(zip(found[rank], expected[rank], strict=True)):
             assert is_same(own, theirs), f"{rank=} {step=}"
+
+
+def test_one_that_comes_within_a_step_has_the_state_after_it(tmp_path: Path) -> None:
+    """Both workers are in the forward pass after inner step 4, whose buffers are not the step's."""
+    root = str(tmp_path)
+
+    def train(client: ps.Client, within: Callable[[], object]) -> tuple[int, list[Values]]:
+        trainer, position = Trainer(client, "model", adamw()), Position()
+        client.attach_state("position", position, per_rank=True)
+        begun, history = position.seen, []
+        for step in range(begun, 8):
+            trainer.optimizer.zero_grad()
+            loss = trainer.model.loss(client.rank, step)
+            if step == 4 and not begun:
+                within()
+                client.tables.await_view(
+                    lambda view: view.checkpoint is not None and view.checkpoint.is_cut,
+                    "the cut", WAIT_S,
+                )  # fmt: skip
+            loss.backward()
+            trainer.optimizer.step()
+            position.seen += 1
+            history.append([*values_of(trainer.model), trainer.model.get_buffer("seen").clone()])
+        return begun, history
+
+    with (
+        ps.local_cluster(1, 2, checkpoint_url=root) as cluster,
+        ps.connect(cluster.address, role="operator") as operator,
+    ):
+        tickets: list[Any] = []
+        meeting = threading.Barrier(2, lambda: tickets.append(operator.checkpoint()))
+        work = partial(train, within=meeting.wait)
+        whole = resumed_training.together(cluster.address, 2, work)
+        tickets[0].wait(WAIT_S)
+    with ps.local_cluster(1, 2, resume=root) as cluster:
+        resumed = resumed_training.together(cluster.address, 2, partial(train, within=int))
+    for (_, expected), (begun, found) in zip(whole, resumed, strict=True):
+        assert begun == 5
+        assert len(found) == 3
+        for own, theirs in zip(found, expected[begun:], strict=True):
+            assert is_same(own, theirs)
 
 
 def test_a_pseudo_gradient_counts_from_what_its_worker_pulled(tmp_path: Path) -> None:
