@@ -28,9 +28,6 @@ from ps_worker.steps.steps import PushTicket, StepResult
 
 if TYPE_CHECKING:
     from ps_worker.steps.steps import TableHandle
-    from ps_worker.training.tables.step_scale import StepScale
-    from ps_worker.training.tables.trained_table import TrainedTable
-    from ps_worker.training.trained_rows import TrainedRows
 
 _HALF = (torch.float16, torch.bfloat16)
 """Squared in float32, where squares do not overflow; a copy in float32 would be twice as large."""
@@ -116,20 +113,6 @@ class UpdateScaling:
             factor = min(self._max_norm / (self.norm + _EPSILON), 1.0)  # NaN for NaN
             scaled = handle.steps.scale(result.clock, factor)
             scaled.future.add_done_callback(partial(_pass_on, own.future))
-
-
-def scale_updates(
-    steps: Sequence[tuple[TrainedTable | TrainedRows, PushTicket]],
-    scale: StepScale,
-    max_norm: float | None,
-) -> UpdateScaling | None:
-    """BSP: scale the updates, which wait for their norm, as soon as it is known."""
-    if scale.clip_scale is None or max_norm is None or not steps:
-        return None
-    scaling = UpdateScaling([(part.handle, ticket) for part, ticket in steps], max_norm)
-    for (part, _), ticket in zip(steps, scaling.tickets, strict=True):
-        part.pending.add(ticket)
-    return scaling
 
 
 def _norm_of(squares: Sequence[float]) -> float:

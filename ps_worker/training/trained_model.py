@@ -36,12 +36,7 @@ from ps_worker.spec.optimizers import (
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.inner_steps import InnerSteps
 from ps_worker.steps.steps import Pulled, PushTicket, StepResult, TableHandle
-from ps_worker.training.clipping import (
-    UpdateScaling,
-    multiply_gradients,
-    norm_and_factor,
-    scale_updates,
-)
+from ps_worker.training.clipping import UpdateScaling, multiply_gradients, norm_and_factor
 from ps_worker.training.common_model import CommonModel
 from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.joining import ModelJoin, clocks_to_pass
@@ -104,7 +99,8 @@ class TrainedModel:
         row_results: likewise, of embedding tables.
         gradient_norm: the norm that the last step was clipped by; None without clipping.
         loaded: optimizer state that the servers do not have in full yet.
-        adds, outer: `Add`; the `Outer`.
+        adds: the worker pushes its local optimizer's updates (`Add`).
+        outer: the optimizer, if it is `Outer`.
         are_replayed: a CUDA graph, whose replays call no hooks, makes gradients.
     """
 
@@ -225,7 +221,9 @@ class TrainedModel:
                     "on arrival; call step() first"
                 )
             if self.inner_steps.have_moved:
-                self.results = self._take_step(groups, StepScale())
+                with uninterrupted():
+                    self._sealed = self._seal(groups, StepScale(), None)
+                self.results = self._end(self._sealed)
         self._common.meet(timeout_s, is_pulled=not self.aggregates)
 
     def _wait_pending(self) -> None:
@@ -377,24 +375,15 @@ class TrainedModel:
         for table in self.tables:
             table.check_dtype()
         self._take_edits()
-        if self.outer is not None:
-            self._take_inner_step(groups, scale)
-            scale = StepScale()
-            if not self.inner_steps.are_all_taken:
-                self._times.ended()
-                return {}
-        return self._take_step(groups, scale, before, meanwhile)
-
-    def _take_step(
-        self,
-        groups: Groups,
-        scale: StepScale,
-        before: StateBefore | None = None,
-        meanwhile: Callable[[], object] | None = None,
-    ) -> dict[TrainedTable, StepResult]:
-        """Seal a step on all tables, and wait for its end; returns as `_step`."""
         with uninterrupted():
-            self._sealed = sealed = self._seal(groups, scale, before)
+            if self.outer is not None:
+                self._take_inner_step(groups, scale)
+                scale = StepScale()
+            is_due = self.outer is None or self.inner_steps.are_all_taken
+            sealed = self._sealed = self._seal(groups, scale, before) if is_due else None
+        if sealed is None:
+            self._times.ended()
+            return {}
         if meanwhile is not None:
             meanwhile()
         return self._end(sealed)
@@ -406,14 +395,13 @@ class TrainedModel:
         """
         for table in self.tables:
             self.hyperparameters(table, groups)
-        with uninterrupted():
-            scale = self._scaled(scale, groups)
-            if scale.problem:
-                raise InvalidTensor(f"{scale.problem}; expected finite values. No step was taken")
-            if self.inner is not None and not scale.skip:
-                self.inner.step()
-            self.inner_steps.taken += 1
-            self._client.engine.steps.inner_count += 1
+        scale = self._scaled(scale, groups)
+        if scale.problem:
+            raise InvalidTensor(f"{scale.problem}; expected finite values. No step was taken")
+        if self.inner is not None and not scale.skip:
+            self.inner.step()
+        self.inner_steps.taken += 1
+        self._client.engine.steps.inner_count += 1
 
     # --- edits
 
@@ -580,8 +568,7 @@ class TrainedModel:
             if not is_round:
                 row_steps = [(rows, rows.seal(scale, skip=skip)) for rows in self.rows]
         self.inner_steps.taken, self.inner_steps.has_kept = 0, False
-        max_norm = None if skip else self.options.clip_norm
-        scaling = scale_updates([*tickets.items(), *row_steps], scale, max_norm)
+        scaling = None if skip else self._scale_updates(scale, [*tickets.items(), *row_steps])
         if is_round:
             self._round_count += 1
             for table in self.tables:
@@ -753,6 +740,18 @@ class TrainedModel:
         multiply_gradients(_parameters(groups), factor)
         for rows in self.rows:
             rows.multiply(factor)
+
+    def _scale_updates(
+        self, scale: StepScale, steps: Sequence[tuple[TrainedTable | TrainedRows, PushTicket]]
+    ) -> UpdateScaling | None:
+        """BSP: scale the updates, which wait for their norm, as soon as it is known."""
+        max_norm = self.options.clip_norm
+        if scale.clip_scale is None or max_norm is None or not steps:
+            return None
+        scaling = UpdateScaling([(part.handle, ticket) for part, ticket in steps], max_norm)
+        for (part, _), ticket in zip(steps, scaling.tickets, strict=True):
+            part.pending.add(ticket)
+        return scaling
 
     def non_finite_rows(self) -> str:
         """Words for a gradient of rows with an infinity or a NaN; empty without one."""
