@@ -122,6 +122,9 @@ MAX_HYPERPARAMETER_MAGNITUDE = 1e18
 """Beyond it the scalars that optimizers derive (a rate over 1 - beta) may leave float32's range,
 where torch's kernels raise; by then an update is in its record and cannot be refused any more."""
 
+MAX_INNER_STEP_COUNT = 1_000_000
+"""Steps that a worker takes by itself between two pushes."""
+
 MAX_CUSTOM_UPDATE_COUNT = 64
 """Custom updates of one server."""
 

@@ -36,6 +36,7 @@ from ps_worker.compression.push_encoder import PushEncoder
 from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs
 from ps_worker.spec.rows import RowBatch, cut_ids, payloads_of, rows_of
 from ps_worker.spec.values import Array, BlockValues, merged, region_of, tensor_named
+from ps_worker.steps.inner_steps import InnerSteps
 from ps_worker.window.push_window import StepTerms
 
 ResultT = TypeVar("ResultT")
@@ -539,6 +540,7 @@ class TableHandle:
         self.table = table
         self.steps = steps
         self.codecs = codecs
+        self.inner_steps = InnerSteps()
 
     @property
     def name(self) -> str:
@@ -564,6 +566,11 @@ class TableHandle:
     def clock(self) -> int:
         """The number of steps that this worker has sealed on the table; 0 for readers."""
         return self.steps.clock
+
+    @property
+    def step_count(self) -> int:
+        """The steps that this worker has taken on the table, inner ones included."""
+        return self.inner_steps.at(self.clock)
 
     def tensor(self, flat: Array, name: str) -> Array:
         """The tensor `name` within `flat`, as a view.

@@ -8,7 +8,7 @@
             ...
 
 Rules:
-    - A batch is seen once this worker has sealed a step after the script got it: batches that a
+    - A batch is seen once this worker has taken a step after the script got it: batches that a
       loader fetched ahead, or that the script still trains on, do not count.
     - A worker's place is its rank. A worker beyond the number that the cluster was started for
       shares another's place: it sees the same samples in another order.
@@ -89,7 +89,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         self._seed = seed
         self._begun = 0  # samples of this worker's share of the stage, before `follow`
         self._handed = self._trained = 0  # batches since
-        self._handed_clock = 0
+        self._handed_mark = (0, 0)
         self._batch_size = 0
         if name is not None:
             client.checkpoints.save_points.attach(name, self)
@@ -153,7 +153,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         self._handed = self._trained = 0
         self._batch_size = int(size)
         for batch in loader:
-            self._trained, self._handed_clock = self._done, self._client.engine.steps.newest_clock
+            self._trained, self._handed_mark = self._done, self._client.engine.steps.mark
             self._handed += 1
             yield batch
         self._begin(self._plan.number + 1)
@@ -178,8 +178,8 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
     @property
     def _done(self) -> int:
         """The batches that have been trained on, of those handed to the script."""
-        is_sealed = self._client.engine.steps.newest_clock > self._handed_clock
-        return self._handed if is_sealed else self._trained
+        has_stepped = self._client.engine.steps.mark > self._handed_mark
+        return self._handed if has_stepped else self._trained
 
     @property
     def _taken(self) -> int:
