@@ -13,6 +13,7 @@ from scheduler.machine.checkpoint_state import (
     CheckpointMade,
     CheckpointWritten,
 )
+from scheduler.machine.data_shards import DataPassDone, DataShardsReturned
 from scheduler.machine.state import (
     BackupsSet,
     ChangeCommitted,
@@ -106,6 +107,12 @@ def log_transition(transition: Transition) -> None:
             logs.info("run_ended", run=run.name, reason="an operator ended it")
         case RunRemoved(run, table_count, byte_count):
             logs.info("run_removed", run=run.name, tables=table_count, bytes=byte_count)
+        case DataPassDone(run, name, number):
+            of_run = {"run": run} if run else {}
+            logs.info("data_pass_done", data_set=name, pass_number=number, **of_run)
+        case DataShardsReturned(worker, name, number, count):
+            returned = {"data_set": name, "pass_number": number, "shards": count}
+            logs.warning("data_shards_returned", **returned, **_named(worker))
         case ClusterFinished():
             logs.info("cluster_finished", reason="all workers have left or are gone")
 
