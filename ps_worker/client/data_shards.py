@@ -11,8 +11,9 @@ Rules:
       ended.
     - A loader draws samples ahead of the training, so drawing never waits for shards that others
       have: it ends, `over` reports what was trained on, waits, and iterates the loader once more.
-    - While one shard is drawn, another is leased in the background. There is one call at a time; a
-      report that failed is repeated as it was, which the scheduler recognizes.
+    - While one shard is trained on, another is leased in the background, by the call that reports
+      the one before. There is one call at a time; a report that failed is repeated as it was, which
+      the scheduler recognizes.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class DataShards:
         self._drawn: deque[tuple[int, int]] = deque()  # and the samples drawn up to its end
         self._drawn_count = 0  # samples drawn in this iteration of the loader
         self._ahead: deque[int] = deque()  # leased, and not drawn
+        self._needs_ahead = False  # the last of them was drawn since the last call
         self._is_open = self._is_over = False
         asking = self._leased(None, want_count=0)
         self._pass_number: int = connection.asked(asking, self._deadline_s).pass_number
@@ -109,6 +111,7 @@ class DataShards:
                     self._check_drawn(batches.count * size)
                     batches.hand()
                     self._trained(batches.trained_count * size)
+                    self._advance()
                     yield batch
                 self._trained(self._drawn_count)
 
@@ -122,6 +125,7 @@ class DataShards:
         with self._opened():
             while self._begin_round():
                 while (samples := self._draw()) is not None:
+                    self._advance()
                     yield samples.start, samples.stop
                     self._trained(self._drawn_count)
 
@@ -181,8 +185,7 @@ class DataShards:
         samples = self._spec.samples(shard)
         self._drawn_count += len(samples)
         self._drawn.append((shard, self._drawn_count))
-        if not self._ahead and self._call is None:
-            self._start_call()
+        self._needs_ahead = not self._ahead
         return samples
 
     def _check_drawn(self, begun_count: int) -> None:
@@ -197,12 +200,15 @@ class DataShards:
         """The first `count` samples that were drawn have been trained on."""
         while self._drawn and self._drawn[0][1] <= count:
             self._done.append(self._drawn.popleft()[0])
-        if self._call is not None and self._call.done():
-            self._take_answer()
-        if self._call is None and self._done:
-            self._start_call()
 
     # --- calls to the scheduler
+
+    def _advance(self) -> None:
+        """Report and lease in the background, if there is something to report, or none ahead."""
+        if self._call is not None and self._call.done():
+            self._take_answer()
+        if self._call is None and (self._done or self._needs_ahead):
+            self._start_call()
 
     def _await_ahead(self) -> None:
         """Have a shard that is not drawn, unless there is none for this worker now: the call under
@@ -218,6 +224,7 @@ class DataShards:
         self._connection.check_usable()
         if not self._reporting:
             self._reporting, self._done = tuple(self._done), []
+        self._needs_ahead = False
         want_count = len(self._drawn) + len(self._done) + max(len(self._ahead), 1)
         self._call = self._connection.loop.start(self._leased(self._pass_number, want_count))
 
