@@ -71,7 +71,6 @@ class DataShards:
         self._drawn: deque[tuple[int, int]] = deque()  # and the samples drawn up to its end
         self._drawn_count = 0  # samples drawn in this iteration of the loader
         self._ahead: deque[int] = deque()  # leased, and not drawn
-        self._needs_ahead = False  # the last of them was drawn since the last call
         self._is_open = self._is_over = False
         asking = self._leased(None, want_count=0)
         self._pass_number: int = connection.asked(asking, self._deadline_s).pass_number
@@ -185,7 +184,6 @@ class DataShards:
         samples = self._spec.samples(shard)
         self._drawn_count += len(samples)
         self._drawn.append((shard, self._drawn_count))
-        self._needs_ahead = not self._ahead
         return samples
 
     def _check_drawn(self, begun_count: int) -> None:
@@ -204,10 +202,10 @@ class DataShards:
     # --- calls to the scheduler
 
     def _advance(self) -> None:
-        """Report and lease in the background, if there is something to report, or none ahead."""
+        """Report in the background what there is to report, and lease another shard."""
         if self._call is not None and self._call.done():
             self._take_answer()
-        if self._call is None and (self._done or self._needs_ahead):
+        if self._call is None and self._done:
             self._start_call()
 
     def _await_ahead(self) -> None:
@@ -224,7 +222,6 @@ class DataShards:
         self._connection.check_usable()
         if not self._reporting:
             self._reporting, self._done = tuple(self._done), []
-        self._needs_ahead = False
         want_count = len(self._drawn) + len(self._done) + max(len(self._ahead), 1)
         self._call = self._connection.loop.start(self._leased(self._pass_number, want_count))
 
