@@ -227,7 +227,7 @@ def test_who_waits_is_told_who_has_the_last_shards_and_waits_again() -> None:
         has = first.data_shards(3 * SHARD, shard_size=SHARD).ranges()
         ranges = waits.ranges()
         found = [next(ranges), next(has)]
-        words = r"the last [12] shards of pass 0 of data set 'data' are leased to worker node \d+ \("
+        words = r"the last [12] shards of pass 0 of data set 'data' are leased to worker node \d"
         for waiting in (ranges, waits.ranges()):
             with pytest.raises(ps.WaitExpired, match=words):
                 found += waiting

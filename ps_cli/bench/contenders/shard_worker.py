@@ -19,24 +19,27 @@ _ELEMENTS = 1024  # of the table that each step pushes to
 
 @contextlib.contextmanager
 def shard_worker(
-    scheduler: str, lane: str, rank: str, step_ms: str, samples: str, batch: str, shard: str
+    scheduler: str, lane: str, rank: str, step_ms: str, *sizes: str
 ) -> Iterator[Actions]:
-    """A worker whose computation of a step takes so long. Its actions return the steps taken."""
+    """A worker whose computation of a step takes so long; `sizes` are the samples of the data, of a
+    batch and of a shard. Its actions return the steps taken.
+    """
+    sample_count, batch_size, shard_size = map(int, sizes)
     with ps.connect(scheduler, rank=int(rank), lane=lane) as client:
         table = client.create_table("model", _ELEMENTS, optimizer=ps.SGD(lr=0.1), consistency="asp")
         gradient = np.full(_ELEMENTS, 1e-3, np.float32)
-        dataset: Any = range(int(samples))
+        dataset: Any = range(sample_count)
 
         def train(batches: Callable[[Any], Iterable[Any]], sampler: Any) -> int:
             count = 0
-            for _ in batches(DataLoader(dataset, int(batch), sampler=sampler)):
+            for _ in batches(DataLoader(dataset, batch_size, sampler=sampler)):
                 time.sleep(float(step_ms) / 1e3)
                 client.push_pull(table, gradient)
                 count += 1
             return count
 
         fixed = ps.DistributedSampler(client, dataset)
-        shards = client.data_shards(dataset, shard_size=int(shard))
+        shards = client.data_shards(dataset, shard_size=shard_size)
         yield {
             "fixed": partial(train, fixed.follow, fixed),
             "shards": partial(train, shards.over, shards),
