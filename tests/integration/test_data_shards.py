@@ -189,7 +189,7 @@ def test_a_restored_run_goes_on_with_the_shards_that_were_not_done(tmp_path: Pat
 
 def test_ranges_are_done_when_the_next_is_asked_for(client: ps.Client) -> None:
     shards = client.data_shards(SAMPLES - 2, shard_size=SHARD)
-    found = []
+    found: list[int] = []
     for begin, end in shards.ranges():
         found += range(begin, end)
     assert Counter(found) == Counter(range(SAMPLES - 2))

@@ -20,7 +20,7 @@ def test_the_pages_script_shares_its_data_out(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)), "utf-8")
     (command,) = re.findall(r"`pushpull (train script\.py [^`]*)`", PAGE)
-    run = run_warm(*command.split(), cwd=tmp_path, has_warm_roles=True)
+    run = run_warm(*command.split(), cwd=tmp_path)  # its loader has processes
     assert run.returncode == 0, run.stdout + run.stderr
     seen: Counter[str] = Counter()
     for count, number in re.findall(r"trained on (\d+) samples of pass (\d)", run.stdout):

@@ -160,6 +160,7 @@ class ShardsAgainstTwin(RuleBasedStateMachine):
     @rule()
     def restore(self) -> None:
         """From a checkpoint of this moment, with as many workers."""
+        assert self.data_set is not None
         saved = self.data_set.saved()
         for worker in self.workers:
             self.twin.end(worker.node_id)
