@@ -53,7 +53,7 @@ class ShardsAgainstTwin(RuleBasedStateMachine):
 
     @initialize(shard_count=st.integers(1, 12), workers=st.integers(1, 3), seed=st.integers(0, 3))
     def form(self, shard_count: int, workers: int, seed: int) -> None:
-        self.spec = DataSetSpec("data", 3 * shard_count - 1, 3, seed)
+        self.spec = DataSetSpec("data", max(3, 3 * shard_count - 1), 3, seed)
         self.twin = Twin(shard_count)
         self.harness = Harness(worker_count=3)
         self.workers: list[Session] = []
