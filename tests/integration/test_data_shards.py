@@ -26,6 +26,7 @@ from ps_core.limits import MAX_HELD_SHARD_COUNT
 from ps_runtime.checkpoint.store import resolve
 from ps_worker.client.data_shards import DataShards
 from pushpull.v1 import scheduler_pb2
+from tests.integration.command_line import run_here
 from tests.integration.lane_cluster import until
 from tests.integration.replicated_cluster import DEADLINE_S, replicated_cluster, together
 from tests.integration.warm_processes import warm_context
@@ -177,6 +178,8 @@ def test_a_restored_run_goes_on_with_the_shards_that_were_not_done(tmp_path: Pat
     with resolve(root).reader as reader:
         (saved,) = reader.manifest.data_sets
     assert (saved.pass_number, saved.issued_count, len(saved.open_shards)) == (0, 5, 2)
+    shown = run_here("checkpoint", "show", reader.directory.url, cwd=tmp_path).stdout
+    assert f"data 'data': pass 0, 3 of {SHARDS} shards done" in shown
     done = first[: 3 * SHARD]
     with ps.local_cluster(1, 2, resume=root) as cluster, ExitStack() as stack:
         trainers = [Trainer(client) for client in connected(cluster.address, stack, 2)]
