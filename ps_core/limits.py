@@ -132,6 +132,19 @@ MAX_CUSTOM_UPDATE_NAME_BYTES = 64
 MAX_CUSTOM_UPDATE_FINGERPRINT_BYTES = 300
 MAX_CUSTOM_UPDATE_PROBLEM_BYTES = 500
 
+MAX_DATA_SET_COUNT = 100
+"""Data sets of a cluster, whose samples are leased in shards."""
+
+MAX_DATA_SET_NAME_BYTES = 200
+
+MAX_SAMPLE_COUNT = 2**53
+"""Samples of a data set: counts that every JSON reader keeps exactly."""
+
+MAX_HELD_SHARD_COUNT = 64
+"""Shards of a data set that one worker has leased. The scheduler knows a pass by how far its order
+has been issued, and by what is open of that: some 100 bytes of memory for each leased shard and
+each worker, and nothing for those that are done."""
+
 MAX_FLOAT32 = 3.4028234663852886e38
 MAX_WAITER_COUNT = 65_536
 """Parked reads on one server."""

@@ -179,6 +179,12 @@ class SchedulerMetrics:
             "Checkpoints that ended, by result: complete or failed.",
             ("result",),
         )
+        self.data_shards = counter(
+            "pushpull_scheduler_data_shards_total",
+            "Shards of data sets, by what became of them: issued, done, or returned by a worker "
+            "that left or is gone, to be issued again.",
+            ("event",),
+        )
         self.checkpoint_bytes = gauge(
             "pushpull_scheduler_checkpoint_bytes", "Bytes of the newest complete checkpoint."
         )
