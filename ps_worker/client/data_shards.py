@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from ps_core import limits
 from ps_core.consistency import Mode
-from ps_core.errors import InvalidConfig, check_config
+from ps_core.errors import InvalidConfig, WaitExpired, check_config
 from ps_core.manifest import DataSetSpec
 from ps_runtime.system.clock import now_s
 from ps_worker.client.connection import GRACE_S, ClientConnection
@@ -211,8 +211,9 @@ class DataShards:
     def _advance(self) -> None:
         """Report in the background what there is to report, and lease another shard."""
         if self._call is not None and self._call.done():
-            self._take_answer()
-        if self._call is None and self._done:
+            with contextlib.suppress(WaitExpired):  # it trains on what it has, and reports again
+                self._take_answer()
+        if self._call is None and (self._reporting or self._done):
             self._start_call()
 
     def _await_ahead(self) -> None:

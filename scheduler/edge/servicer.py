@@ -497,9 +497,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         is_late = False
         while True:
             changed = self._changed
-            decided = self._cluster.lease_data_shards(session, request, clock.now_s())
-            lease = self._carry_out(decided)
+            lease = self._cluster.lease_data_shards(session, request, clock.now_s()).reply
             self._publication.decided((), is_news=False)
+            if lease.ends_pass:
+                self._wake()  # those who wait for its last shards
             self._metrics.data_shards.labels(event="done").inc(lease.reported_count)
             self._metrics.data_shards.labels(event="issued").inc(lease.issued_count)
             if not lease.waits_for:

@@ -13,7 +13,7 @@ from scheduler.machine.checkpoint_state import (
     CheckpointMade,
     CheckpointWritten,
 )
-from scheduler.machine.data_shards import DataPassDone, DataShardsReturned
+from scheduler.machine.data_shards import DataShardsReturned
 from scheduler.machine.state import (
     BackupsSet,
     ChangeCommitted,
@@ -99,8 +99,9 @@ def log_transition(transition: Transition) -> None:
             logs.info("run_ended", run=run.name, reason="an operator ended it")
         case RunRemoved(run, table_count, byte_count):
             logs.info("run_removed", run=run.name, tables=table_count, bytes=byte_count)
-        case DataPassDone() | DataShardsReturned():
-            _log_data(transition)
+        case DataShardsReturned(worker, name, number, count):
+            what = {"data_set": name, "pass_number": number, "shards": count}
+            logs.warning("data_shards_returned", **what, **_named(worker))
         case ClusterFinished():
             logs.info("cluster_finished", reason="all workers have left or are gone")
 
@@ -125,16 +126,6 @@ def _log_backups(transition: BackupsSet) -> None:
         logs.info("backup_let_in", node_id=node_id, primary=primary, ranges=count)
     if not transition.left_out and not transition.let_in:
         logs.info("backups_confirmed", primary=primary, ranges=len(transition.range_ids))
-
-
-def _log_data(transition: DataPassDone | DataShardsReturned) -> None:
-    what = {"data_set": transition.name, "pass_number": transition.pass_number}
-    if isinstance(transition, DataPassDone):
-        of_run = {"run": transition.run} if transition.run else {}
-        logs.info("data_pass_done", **what, **of_run)
-    else:
-        worker = _named(transition.worker)
-        logs.warning("data_shards_returned", shards=transition.shard_count, **what, **worker)
 
 
 def _shares(counts: Counts) -> str:

@@ -425,11 +425,10 @@ class Cluster:
         self, session: Session, request: ShardRequest, now_s: float
     ) -> Decision[ShardLease]:
         """A worker reports shards that are done, and leases others. It waits if the lease has
-        `waits_for`: another view may bring shards, or the end of the pass.
+        `waits_for`: a view may bring shards, or another lease end the pass.
         """
         node = self.caller(session, "LeaseDataShards")
-        lease, transitions = self._data_shards.lease(node, request, now_s)
-        return Decision(lease, self._changed(*transitions))
+        return Decision(self._data_shards.lease(node, request, now_s))
 
     # --- checkpoints
 

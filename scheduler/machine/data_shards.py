@@ -162,23 +162,16 @@ class ShardRequest:
 @dataclass(frozen=True, slots=True)
 class ShardLease:
     """The present pass, and all shards of its own pass that the caller has. `reported_count` and
-    `issued_count` are those of this call. `waits_for` says who has the shards that it waits for.
+    `issued_count` are those of this call; it `ends_pass` if no shard of the pass is left.
+    `waits_for` says who has the shards that the caller waits for.
     """
 
     pass_number: int
     shards: tuple[int, ...]
     reported_count: int
     issued_count: int
-    waits_for: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class DataPassDone:
-    """All shards of a pass are done."""
-
-    run: str
-    name: str
-    pass_number: int
+    ends_pass: bool
+    waits_for: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +195,7 @@ class DataShards:
         self._data_sets = data_sets
         self._describe = describe
 
-    def lease(
-        self, node: Node, request: ShardRequest, now_s: float
-    ) -> tuple[ShardLease, list[DataPassDone]]:
+    def lease(self, node: Node, request: ShardRequest, now_s: float) -> ShardLease:
         """Take a worker's report, and lease it shards."""
         worker, spec = node.node_id, request.spec
         before = self._found(node.run, spec)
@@ -224,16 +215,19 @@ class DataShards:
             f"pass {own} of data set '{spec.name}' was asked for; the present one, "
             f"{after.pass_number}, is not over",
         )
-        reported_count = len(before.leases) - len(after.leases)
-        done = [DataPassDone(node.run, spec.name, own)] if present < after.pass_number else []
         is_present = own == after.pass_number
         leased = after.issued(worker, request.want_count) if is_present else after
         self._data_sets[node.run, spec.name] = leased
         shards = leased.held_by(worker) if is_present else ()
         waits = is_present and request.want_count > 0 and not shards
-        issued_count = len(leased.leases) - len(after.leases)
-        lease = ShardLease(leased.pass_number, shards, reported_count, issued_count)
-        return replace(lease, waits_for=self._holders(leased, now_s) if waits else ""), done
+        return ShardLease(
+            leased.pass_number,
+            shards,
+            reported_count=len(before.leases) - len(after.leases),
+            issued_count=len(leased.leases) - len(after.leases),
+            ends_pass=present < after.pass_number,
+            waits_for=self._holders(leased, now_s) if waits else "",
+        )
 
     def _found(self, run: str, spec: DataSetSpec) -> DataSet:
         """The data set of this spec; a new one is checked."""

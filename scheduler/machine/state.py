@@ -33,7 +33,7 @@ from scheduler.machine.checkpoint_state import (
     CheckpointWritten,
     LeftPart,
 )
-from scheduler.machine.data_shards import DataPassDone, DataSet, DataShardsReturned
+from scheduler.machine.data_shards import DataSet, DataShardsReturned
 
 Counts = tuple[tuple[NodeId, int], ...]  # range counts by node id
 
@@ -527,7 +527,6 @@ Transition = (
     | RunBegun
     | RunEnded
     | RunRemoved
-    | DataPassDone
     | DataShardsReturned
     | ClusterFinished
 )

@@ -163,6 +163,31 @@ def test_shards_of_a_killed_worker_are_issued_again_by_a_scheduler_that_was_kill
     assert (told.pass_number, told.reissued_count) == (1, 2)
 
 
+def test_a_worker_trains_on_what_it_has_while_no_scheduler_answers() -> None:
+    """Its reports wait longer than it would wait for shards, and are made again."""
+    with (
+        replicated_cluster(1, 1, replica_count=1, has_journal=True) as cluster,
+        ExitStack() as stack,
+    ):
+        (client,) = connected(cluster.address, stack, 1)
+        trainer = Trainer(client)
+        trainer.shards = client.data_shards(trainer.data, shard_size=SHARD, timeout_s=0.5)
+        seen: list[int] = []
+        for batch in trainer.shards.over(trainer.loader()):
+            seen += trainer.step(batch)
+            if len(seen) == SHARD + BATCH:  # it has another shard when its call is answered
+                until(lambda: status(cluster.address).leased_count == 2, "another one is leased")
+                cluster.kill_scheduler()
+            elif len(seen) == 2 * SHARD + BATCH:  # it has reported the second, to nobody
+                call = trainer.shards._call
+                assert call is not None
+                assert isinstance(call.exception(DEADLINE_S), ps.WaitExpired)
+                cluster.start_scheduler_again()
+        assert Counter(seen) == Counter(range(SAMPLES))
+        told = status(cluster.address)
+    assert (told.pass_number, told.reissued_count) == (1, 0)
+
+
 def test_a_restored_run_goes_on_with_the_shards_that_were_not_done(tmp_path: Path) -> None:
     root = str(tmp_path / "checkpoints")
     with ps.local_cluster(1, 1, checkpoint_url=root) as cluster, ExitStack() as stack:

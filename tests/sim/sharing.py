@@ -77,6 +77,8 @@ class ShardReader:
         self._call()
 
     def _call(self) -> None:
+        if self.worker.finished:  # its script has ended
+            return
         if not self._reporting:
             self._reporting, self._done = tuple(self._done), []
         self.number += 1
@@ -166,7 +168,6 @@ class Sharing(RestartSimulation):
 
     def lease(self, reader: ShardReader, number: int, request: ShardRequest) -> None:
         """A call is there."""
-        start_number = self._start_number
         try:
             decision = self.scheduler.lease_data_shards(reader.session, request, self.world.now_s)
         except Fenced:
@@ -177,9 +178,6 @@ class Sharing(RestartSimulation):
             self.world.counts["late reports refused"] += 1
             return
         lease = decision.reply
-        self._publish(decision.transitions)
-        if start_number != self._start_number:
-            return  # it has died
         self._untold.decided((), is_news=False)
         if self._may_die("died before a lease was written"):
             return

@@ -9,12 +9,12 @@ import pytest
 from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.keys import Incarnation, NodeId, RangeId
 from scheduler.edge.transition_lines import log_transition
-from scheduler.machine.data_shards import DataPassDone, DataShardsReturned
+from scheduler.machine.data_shards import DataShardsReturned
 from scheduler.machine.state import BackupsSet, JoinersNamed, NodeLeft, RangesFailedOver, Transition
 
 ONE, TWO, THREE = NodeId(1), NodeId(2), NodeId(3)
 LOST = "event=ranges_failed_over"
-RETURNED = "event=data_shards_returned shards=2"
+RETURNED = "event=data_shards_returned data_set=train"
 RANGES = tuple(map(RangeId, range(5)))
 WORKER = Node(THREE, Incarnation(8), Role.WORKER, 1, "", NodeState.GONE)
 
@@ -59,15 +59,7 @@ def server(state: NodeState, silence_ms: int = 0) -> Node:
         ),
         (
             DataShardsReturned(WORKER, "train", 3, 2),
-            [f"WARNING {RETURNED} data_set=train pass_number=3 role=worker node_id=3 rank=1"],
-        ),
-        (
-            DataPassDone("", "train", 3),
-            ["INFO event=data_pass_done data_set=train pass_number=3"],
-        ),
-        (
-            DataPassDone("nightly", "train", 3),
-            ["INFO event=data_pass_done data_set=train pass_number=3 run=nightly"],
+            [f"WARNING {RETURNED} pass_number=3 shards=2 role=worker node_id=3 rank=1"],
         ),
     ],
 )
