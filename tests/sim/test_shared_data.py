@@ -25,7 +25,6 @@ class ShardSimulation(Sharing):
     often: ClassVar[frozenset[str]] = frozenset({
         "shards issued", "shards returned", "issued again", "waits for shards", "passes seen over",
         "checkpoints of shards", "scheduler started again", "died before a lease was written",
-        "late reports refused",
         "gone", "replacements", "started again at once", "failovers",
     })  # fmt: skip
     medians: ClassVar[dict[str, int]] = {"messages": 2_000, "passes seen over": 2}
