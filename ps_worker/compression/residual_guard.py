@@ -52,7 +52,7 @@ class ResidualGuard:
 
     def looks(self, clock: int, block: int, gradient: Floats, left: Floats) -> bool:
         """True if the block falls back in this step, because what it leaves is too long."""
-        if (clock + block) % _LOOK_EVERY:
+        if math.isinf(self._limit) or (clock + block) % _LOOK_EVERY:
             return False
         length = length_of(gradient)
         if not math.isfinite(length):
