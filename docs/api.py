@@ -37,7 +37,7 @@ GROUPS = {
     ),
     "Optimizers of the servers": (
         *("SGD", "Adam", "AdamW", "Adagrad", "RowwiseAdagrad", "FTRL", "RMSprop", "Aggregate"),
-        *("Add", "Custom", "Assign"),
+        *("Add", "Outer", "Custom", "Assign"),
     ),
     "Consistency": ("BSP", "SSP", "ASP"),
     "Initial values of a table": ("Zeros", "Constant", "Inline", "FromRank0", "Uniform", "Normal"),

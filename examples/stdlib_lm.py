@@ -24,6 +24,7 @@ import sysconfig
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -102,6 +103,17 @@ def perplexity(model: ByteModel, held_out: Tensor) -> float:
         return math.exp(model.loss(held_out).item())
 
 
+def server_optimizer(arguments: Namespace) -> ps.Adam | ps.Add | ps.Outer:
+    """Adam at the servers, or at each worker."""
+    adam = partial(torch.optim.Adam, lr=arguments.lr)
+    if arguments.inner_steps:
+        momentum = arguments.outer_momentum
+        return ps.Outer(
+            adam, arguments.inner_steps, arguments.outer_lr, momentum, nesterov=momentum > 0
+        )
+    return ps.Add(adam) if arguments.push_updates else ps.Adam(lr=arguments.lr)
+
+
 def train(arguments: Namespace, client: ps.Client | None) -> None:
     rank, world_size = (client.rank, client.world_size) if client else (0, 1)
     text = training_text(rank, world_size, arguments.megabytes << 20)
@@ -111,11 +123,13 @@ def train(arguments: Namespace, client: ps.Client | None) -> None:
     if client is None:
         optimizer = torch.optim.Adam(model.parameters(), lr=arguments.lr)
     else:
-        optimizer = ps.DistributedOptimizer(client, model, ps.Adam(lr=arguments.lr))
+        optimizer = ps.DistributedOptimizer(client, model, server_optimizer(arguments))
     planned = arguments.steps if arguments.minutes is None else None
     end_s = math.inf if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
     # Where the run goes on from a checkpoint the first windows have been seen.
-    done = optimizer.clock if isinstance(optimizer, ps.DistributedOptimizer) else 0
+    done = 0
+    if isinstance(optimizer, ps.DistributedOptimizer):
+        done = optimizer.clock * max(1, arguments.inner_steps)
     batches = islice(enumerate(windows(text, arguments, rank), start=1), done, planned)
     for step, batch in batches:
         optimizer.zero_grad()
@@ -129,6 +143,8 @@ def train(arguments: Namespace, client: ps.Client | None) -> None:
             print(f"step {step}: training perplexity {math.exp(loss.item()):.2f}")
         if time.monotonic() >= end_s:
             break
+    if isinstance(optimizer, ps.DistributedOptimizer):
+        optimizer.synchronize()  # inner steps since the last exchange, if there are any
     reached = perplexity(model, held_out_windows(arguments.length))
     if client is not None:
         client.report(quality={"held-out perplexity": reached})
@@ -188,6 +204,19 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--length", type=int, default=96, help="bytes of a window")
     parser.add_argument("--batch-size", type=int, default=16, help="windows a step and worker")
     parser.add_argument("--lr", type=float, default=3e-3, help="Adam's learning rate")
+    parser.add_argument(
+        "--push-updates",
+        action="store_true",
+        help="each worker runs Adam, and pushes its updates (ps.Add): sign and topk need that",
+    )
+    parser.add_argument(
+        "--inner-steps",
+        type=int,
+        default=0,
+        help="steps of Adam at each worker between two exchanges (ps.Outer, DiLoCo)",
+    )
+    parser.add_argument("--outer-lr", type=float, default=0.7, help="of --inner-steps")
+    parser.add_argument("--outer-momentum", type=float, default=0.9, help="of --inner-steps")
     parser.add_argument("--clip", type=float, default=1.0, help="bound of the gradient's norm")
     parser.add_argument("--megabytes", type=int, default=16, help="text a worker reads at most")
     parser.add_argument("--seed", type=int, default=0, help="of the model and the windows")

@@ -122,12 +122,28 @@ MAX_HYPERPARAMETER_MAGNITUDE = 1e18
 """Beyond it the scalars that optimizers derive (a rate over 1 - beta) may leave float32's range,
 where torch's kernels raise; by then an update is in its record and cannot be refused any more."""
 
+MAX_INNER_STEP_COUNT = 1_000_000
+"""Steps that a worker takes by itself between two pushes."""
+
 MAX_CUSTOM_UPDATE_COUNT = 64
 """Custom updates of one server."""
 
 MAX_CUSTOM_UPDATE_NAME_BYTES = 64
 MAX_CUSTOM_UPDATE_FINGERPRINT_BYTES = 300
 MAX_CUSTOM_UPDATE_PROBLEM_BYTES = 500
+
+MAX_DATA_SET_COUNT = 100
+"""Data sets of a cluster, whose samples are leased in shards."""
+
+MAX_DATA_SET_NAME_BYTES = 200
+
+MAX_SAMPLE_COUNT = 2**53
+"""Samples of a data set: counts that every JSON reader keeps exactly."""
+
+MAX_HELD_SHARD_COUNT = 64
+"""Shards of a data set that one worker has leased. The scheduler knows a pass by how far its order
+has been issued, and by what is open of that: some 100 bytes of memory for each leased shard and
+each worker, and nothing for those that are done."""
 
 MAX_FLOAT32 = 3.4028234663852886e38
 MAX_WAITER_COUNT = 65_536

@@ -9,6 +9,7 @@ Rules of the manifest:
     - `bases` names those other checkpoints. A reference leads to bytes, never to another reference.
       A checkpoint without bases is full.
     - `lineage` has the timelines that its cluster continued, newest first. Version 1 has none.
+    - `data_sets` has what was done of their present passes. Versions 1 and 2 have none.
     - A table's `spec` is the contract's TableSpec in protobuf's JSON form, which the edge parses.
 
 Rules of a checkpoint that was imported from a plain state dict:
@@ -40,7 +41,7 @@ MANIFEST_FILE = "manifest.json"
 """File name in the checkpoint's directory."""
 
 FORMAT = "pushpull-checkpoint"
-VERSION = 2
+VERSION = 3
 
 MAX_LINEAGE_COUNT = 256
 """Timelines in a lineage; the oldest are dropped."""
@@ -108,6 +109,40 @@ class SavedWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class DataSetSpec:
+    """A data set, and the shards that it is cut into: shard n has the samples from n * `shard_size`
+    on. `seed` draws the orders in which passes issue them.
+    """
+
+    name: str
+    sample_count: int
+    shard_size: int
+    seed: int
+
+    @property
+    def shard_count(self) -> int:
+        return -(-self.sample_count // self.shard_size)
+
+    def samples(self, shard: int) -> range:
+        begin = shard * self.shard_size
+        return range(begin, min(begin + self.shard_size, self.sample_count))
+
+
+@dataclass(frozen=True, slots=True)
+class SavedDataSet:
+    """The present pass of a data set: the first `issued_count` shards of its order were issued, and
+    all of these but `open_shards` are done. `reissued_count` counts the leases that ended without a
+    report, in all passes; those of `open_shards` are among them.
+    """
+
+    spec: DataSetSpec
+    pass_number: int
+    issued_count: int
+    open_shards: tuple[int, ...]
+    reissued_count: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReportedTable:
     """A node's part of one table; `clock` is the highest of its ranges. A part that `is_torn` has
     each range as of a moment of its own.
@@ -151,6 +186,7 @@ class Manifest:
     workers: tuple[SavedWorker, ...]
     bases: tuple[str, ...] = ()
     lineage: tuple[bytes, ...] = ()
+    data_sets: tuple[SavedDataSet, ...] = ()
 
     @property
     def run(self) -> frozenset[bytes]:
@@ -375,6 +411,7 @@ def to_json(manifest: Manifest) -> str:
         "tables": [_fields_of(table) for table in manifest.tables],
         "parts": [_fields_of(part) for part in manifest.parts],
         "workers": [_fields_of(worker) for worker in manifest.workers],
+        "data_sets": [_data_set_fields(saved) for saved in manifest.data_sets],
     }
     try:
         text = json.dumps({**fields, "sha256": _digest(fields)}, indent=1)
@@ -414,6 +451,7 @@ def from_json(text: str, where: str) -> Manifest:
         tables=tuple(map(_table_of, fields.entries("tables"))),
         parts=tuple(map(_part_of, fields.entries("parts"))),
         workers=tuple(map(_worker_of, fields.entries("workers"))),
+        data_sets=tuple(map(_data_set_of, fields.entries("data_sets"))) if version > 2 else (),
     )
     fields.finish()
     _check_whole(manifest, where)
@@ -432,6 +470,12 @@ def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _fields_of(saved: SavedTable | SavedPart | SavedWorker) -> dict[str, Any]:
     values = {name: getattr(saved, name) for name in saved.__slots__}
     return {name: dict(v) if isinstance(v, Mapping) else v for name, v in values.items()}
+
+
+def _data_set_fields(saved: SavedDataSet) -> dict[str, Any]:
+    spec = {name: getattr(saved.spec, name) for name in saved.spec.__slots__}
+    own = {name: getattr(saved, name) for name in saved.__slots__ if name != "spec"}
+    return {**spec, **own, "open_shards": list(saved.open_shards)}
 
 
 def _digest(fields: Mapping[str, Any]) -> str:
@@ -568,9 +612,26 @@ def _worker_of(fields: _Fields) -> SavedWorker:
     return SavedWorker(rank, clock, *_file_of(fields))
 
 
+def _data_set_of(fields: _Fields) -> SavedDataSet:
+    name, sample_count = fields.take("name", str), fields.count("sample_count", least=1)
+    shard_size = fields.count("shard_size", least=1)
+    spec = DataSetSpec(name, sample_count, shard_size, fields.count("seed"))
+    pass_number, issued_count = fields.count("pass_number"), fields.count("issued_count")
+    if issued_count > spec.shard_count:
+        fields.refuse("issued_count", issued_count, f"at most its shards, {spec.shard_count}")
+    shards = fields.take("open_shards", list)
+    are_shards = all(type(n) is int and 0 <= n < spec.shard_count for n in shards)
+    if not are_shards or len(set(shards)) != len(shards) or len(shards) > issued_count:
+        fields.refuse("open_shards", shards, f"some of {issued_count} issued shards, each once")
+    reissued_count = fields.count("reissued_count")
+    return SavedDataSet(spec, pass_number, issued_count, tuple(shards), reissued_count)
+
+
 def _check_whole(manifest: Manifest, where: str) -> None:
     _check_once((table.name for table in manifest.tables), f"{where}: two tables are named")
     _check_once((worker.rank for worker in manifest.workers), f"{where}: two workers have rank")
+    names = (saved.spec.name for saved in manifest.data_sets)
+    _check_once(names, f"{where}: two data sets are named")
     if manifest.directory in manifest.bases:
         raise InvalidCheckpoint(f"{where}: it is its own base; expected other checkpoints")
     if bool(manifest.bases) != bool(manifest.referred_block_count):

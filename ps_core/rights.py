@@ -52,6 +52,7 @@ MAY_CALL: Mapping[str, frozenset[Role]] = {
     "RestoreCheckpoint": _CHANGING,
     "JoinCheckpoint": _WORKERS,
     "ReportCheckpointPart": _SERVERS | _WORKERS,
+    "LeaseDataShards": _WORKERS,
     "OpenSession": _PULLING,
     "Push": _WORKERS,
     "Pull": _PULLING,

@@ -46,6 +46,7 @@ from ps_worker.spec.optimizers import (
     Aggregate,
     Assign,
     Custom,
+    Outer,
     RMSprop,
     RowwiseAdagrad,
 )
@@ -115,6 +116,7 @@ __all__ = [
     "Normal",
     "NotOwner",
     "NotPermitted",
+    "Outer",
     "Overloaded",
     "Progress",
     "PullTicket",

@@ -15,11 +15,13 @@ from ps_worker import (
     TableHandle,
 )
 from ps_worker.client.checkpoints import CheckpointTicket
+from ps_worker.client.data_shards import DataShards
 
 __all__ = [
     "CheckpointTicket",
     "ComputeTime",
     "Consistency",
+    "DataShards",
     "LocalCluster",
     "MadeCheckpoint",
     "Progress",

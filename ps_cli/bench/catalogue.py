@@ -22,6 +22,7 @@ from ps_cli.bench.measurements.memory import memory, memory_view
 from ps_cli.bench.measurements.optimizers import optimizers, optimizers_view
 from ps_cli.bench.measurements.replicated import replicated, replicated_view
 from ps_cli.bench.measurements.sessions import sessions, sessions_view
+from ps_cli.bench.measurements.shards import shards, shards_view
 from ps_cli.bench.measurements.sparse import sparse, sparse_view
 from ps_cli.bench.measurements.train import train, train_view
 from ps_cli.bench.measurements.train_sized import train_sized, train_sized_view
@@ -64,6 +65,9 @@ BENCHMARKS = {
     "link": Benchmark("rounds over a link of a given rate, as root, seconds", link, link_view),
     "memory": Benchmark("peak memory of a server and a worker, MB", memory, memory_view),
     "sessions": Benchmark("many sessions on one server, GB/s", sessions, sessions_view),
+    "shards": Benchmark(
+        "a data pass with a slow worker, fixed and by shards, seconds", shards, shards_view
+    ),
     "checkpoint": Benchmark(
         "checkpoints: writing, training meanwhile, restoring", checkpoint, checkpoint_view
     ),

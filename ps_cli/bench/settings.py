@@ -55,8 +55,8 @@ class BenchOptions:
     name: Annotated[
         str,
         typer.Argument(
-            help="dense, latency, sparse, train, optimizers, codecs, link, memory, sessions "
-            "or checkpoint."
+            help="dense, latency, sparse, train, optimizers, codecs, link, memory, sessions, "
+            "shards or checkpoint."
         ),
     ]
     json_path: Annotated[

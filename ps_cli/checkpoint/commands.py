@@ -92,6 +92,12 @@ def show_checkpoint(url: str, output: Output, *, as_json: bool) -> int:
             if worker.problem:
                 state = f"its state is lost: {worker.problem}"
             output.say(f"worker {worker.rank}: clock {worker.clock}, {state}")
+        for data_set in manifest.data_sets:
+            done_count = data_set.issued_count - len(data_set.open_shards)
+            output.say(
+                f"data '{data_set.spec.name}': pass {data_set.pass_number}, {done_count} of "
+                f"{data_set.spec.shard_count} shards done"
+            )
     return 0
 
 

@@ -119,6 +119,22 @@ class KeptValuesEntry(TypedDict):
     last_heard_s: float
 
 
+class DataSetEntry(TypedDict):
+    """The present pass of a data set, in shards; `reissued_count` counts the leases of all passes
+    that ended without a report.
+    """
+
+    name: str
+    run: str
+    sample_count: int
+    shard_size: int
+    pass_number: int
+    shard_count: int
+    done_count: int
+    leased_count: int
+    reissued_count: int
+
+
 class StatusDocument(TypedDict):
     """The whole document.
 
@@ -155,6 +171,7 @@ class StatusDocument(TypedDict):
     lost: str | None
     awaited: str | None
     kept_values: list[KeptValuesEntry]
+    data_sets: list[DataSetEntry]
     nodes: list[NodeEntry]
     servers: list[ServerEntry]
     tables: list[TableEntry]
@@ -203,6 +220,7 @@ def status_document(
             )
             for kept in response.kept_values
         ],
+        data_sets=[_data_set(status) for status in response.data_sets],
         nodes=[_node(status, view) for status in response.nodes],
         servers=[_server(node_id, answer, view) for node_id, answer in sorted(answers.items())],
         tables=[_table(table, stats, known.keys() >= set(primaries)) for table in view.tables],
@@ -223,6 +241,20 @@ def _checkpoints(history: scheduler_pb2.CheckpointHistory) -> CheckpointsEntry |
         failed_number=history.failed_number if has_failed else None,
         failure=history.failed_reason if has_failed else None,
         failure_age_s=history.failed_ms / 1000 if has_failed else None,
+    )
+
+
+def _data_set(status: scheduler_pb2.DataSetStatus) -> DataSetEntry:
+    return DataSetEntry(
+        name=status.data_set.name,
+        run=status.run,
+        sample_count=status.data_set.sample_count,
+        shard_size=status.data_set.shard_size,
+        pass_number=status.pass_number,
+        shard_count=status.shard_count,
+        done_count=status.done_count,
+        leased_count=status.leased_count,
+        reissued_count=status.reissued_count,
     )
 
 

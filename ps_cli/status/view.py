@@ -11,6 +11,7 @@ from rich.text import Text
 from ps_cli.console.progress import duration
 from ps_cli.status.document import (
     CheckpointsEntry,
+    DataSetEntry,
     KeptValuesEntry,
     NodeEntry,
     ServerEntry,
@@ -34,6 +35,7 @@ def status_view(document: StatusDocument) -> RenderableType:
         *([Text(f"waiting: {document['awaited']}", "red")] if document["awaited"] else []),
         *_checkpoints(document["checkpoints"]),
         *map(_kept_values, document["kept_values"]),
+        *map(_data_set, document["data_sets"]),
     ]
     are_replicated = document["replica_count"] > 1
     servers = _servers(document["servers"], document["nodes"], are_replicated=are_replicated)
@@ -118,6 +120,13 @@ def _kept_values(entry: KeptValuesEntry) -> Text:
         f"{entry['cluster_id']}, which was here before; {remedy}",
         "red",
     )
+
+
+def _data_set(entry: DataSetEntry) -> Text:
+    of_run = f" of run '{entry['run']}'" if entry["run"] else ""
+    line = f"data '{entry['name']}'{of_run}: pass {entry['pass_number']}, {entry['done_count']} of "
+    line += f"{entry['shard_count']} shards done, {entry['leased_count']} leased"
+    return Text(line + f", {entry['reissued_count']} issued again" * bool(entry["reissued_count"]))
 
 
 def _ago(age_s: float | None) -> str:

@@ -90,6 +90,15 @@ class PushCodec:
         done = (clock - 1) / self.warm_up_count
         return _FIRST_SHARE * math.pow(self.share / _FIRST_SHARE, done)
 
+    @property
+    def residual_limit(self) -> float:
+        """The length of what pushes leave out, over that of gradients, which it stays below while
+        these change little.
+        """
+        if self.codec is Codec.SPARSE:
+            return 2 / self.share
+        return 16.0 if self.codec is Codec.SIGN else math.inf
+
     def saves(self, native: Codec) -> bool:
         """True if payloads have fewer bytes than those of a table's own codec."""
         if self.codec is Codec.SPARSE:

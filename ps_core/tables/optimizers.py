@@ -135,7 +135,8 @@ class OptimizerSpec:
     """An optimizer and its settings; `hyperparameters` is complete and sorted after `validated`.
 
     CUSTOM runs the servers' update `custom_update` (`ps_core.update_offer`), whose hyperparameters
-    the scheduler completes.
+    the scheduler completes. With `inner_steps` a push is a pseudo-gradient, the distance that so
+    many steps at the worker moved its parameters (SEMANTICS S12); 0: a gradient.
     """
 
     kind: OptimizerKind
@@ -146,6 +147,7 @@ class OptimizerSpec:
     maximize: bool = False
     kernels: Kernels = Kernels.FAST
     custom_update: str = ""
+    inner_steps: int = 0
 
     @property
     def state_arrays(self) -> tuple[str, ...]:
@@ -255,6 +257,12 @@ def check_flags(table: str, optimizer: OptimizerSpec) -> None:
         len(named.encode()) <= limits.MAX_CUSTOM_UPDATE_NAME_BYTES,
         f"table '{table}': custom_update has {len(named.encode())} bytes; expected at most "
         f"{limits.MAX_CUSTOM_UPDATE_NAME_BYTES}",
+    )
+    steps, most = optimizer.inner_steps, limits.MAX_INNER_STEP_COUNT
+    check_config(
+        0 <= steps <= most and (not steps or optimizer.kind is OptimizerKind.SGD),
+        f"table '{table}': {optimizer.kind.value} with inner_steps {steps}; expected 0 to {most:,} "
+        "with sgd, 0 with all others",
     )
     adaptive = (OptimizerKind.ADAM, OptimizerKind.ADAMW)
     for flag, is_set, kinds in (

@@ -206,6 +206,11 @@ class TableSpec:
             kind is not OptimizerKind.ADD or policy is not StalePolicy.COMPENSATE,
             f"table '{self.name}': ADD takes deltas, not gradients; expected no compensation",
         )
+        check_config(
+            not self.optimizer.inner_steps or policy is not StalePolicy.COMPENSATE,
+            f"table '{self.name}': inner_steps is {self.optimizer.inner_steps}, so pushes are no "
+            "gradients; expected no compensation",
+        )
         try:
             self.consistency.validated()
         except InvalidConfig as error:

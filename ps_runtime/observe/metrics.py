@@ -179,6 +179,12 @@ class SchedulerMetrics:
             "Checkpoints that ended, by result: complete or failed.",
             ("result",),
         )
+        self.data_shards = counter(
+            "pushpull_scheduler_data_shards_total",
+            "Shards of data sets, by what became of them: issued, done, or returned by a worker "
+            "that left or is gone, to be issued again.",
+            ("event",),
+        )
         self.checkpoint_bytes = gauge(
             "pushpull_scheduler_checkpoint_bytes", "Bytes of the newest complete checkpoint."
         )
@@ -369,6 +375,10 @@ class WorkerMetrics:
         self.abandoned_blocks = counter(
             "pushpull_worker_abandoned_blocks_total",
             "Blocks that were still too stale when step(closure) gave them up.",
+        )
+        self.fallen_back_blocks = counter(
+            "pushpull_worker_fallen_back_blocks_total",
+            "Blocks pushed in int8, since what push_codec left out had outgrown the gradients.",
         )
         self.discarded_steps = loop_counter(
             "pushpull_worker_discarded_steps_total",

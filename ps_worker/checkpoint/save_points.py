@@ -115,7 +115,8 @@ class SavePoints:
         self._writing: set[Future[None]] = set()
         self._attached: dict[str, HasState] = {}
         self._models: list[Trained] = []
-        self._passed: dict[TableId, int] = {}  # clocks of the last save point
+        # Steps count with the inner ones, so a save point may lie between two clocks.
+        self._passed: dict[TableId, int] = {}  # steps before the last save point
         self._took: dict[TableId, int] = {}  # steps from the save point before it
         self._view: ClusterView | None = None
         self._answered = 0  # the newest checkpoint that this worker has answered
@@ -165,7 +166,7 @@ class SavePoints:
         """Add tables that take their steps together, once between two save points."""
         with self._changed:
             self._models.append(trained)
-            self._passed |= {handle.table.table_id: handle.clock for handle, _ in trained()}
+            self._passed |= {handle.table.table_id: handle.step_count for handle, _ in trained()}
 
     # --- events of the cluster
 
@@ -190,14 +191,16 @@ class SavePoints:
         """The clocks of the worker's present or next save point."""
         if self._last_clocks is not None:  # its final seal is for a step that it does not take
             return self._last_clocks
-        clocks = {handle.table.table_id: handle.clock for handle in self._handles()}
+        handles = {handle.table.table_id: handle for handle in self._handles()}
+        clocks = {table_id: handle.clock for table_id, handle in handles.items()}
         if self._is_resting or not self._attached:
             return clocks
         awake = {h.table.table_id: is_awake for t in self._models for h, is_awake in t()}
-        for table_id, clock in clocks.items():
-            steps = self._took.get(table_id, int(table_id in awake))
+        for table_id, handle in handles.items():
+            steps = self._passed.get(table_id, handle.step_count)
+            steps += self._took.get(table_id, int(table_id in awake))
             if awake.get(table_id, True):
-                clocks[table_id] = max(clock, self._passed.get(table_id, clock) + steps)
+                clocks[table_id] = max(clocks[table_id], handle.inner_steps.clock_after(steps))
         return clocks
 
     def end(self, _reason: object = None) -> None:
@@ -439,10 +442,10 @@ class SavePoints:
         passed = self._passed.get(handle.table.table_id)
         if passed is None:  # this is its first; it may have begun at any clock
             return int(handle.clock > (handle.table.restored_clock or 0))
-        return handle.clock - passed
+        return handle.step_count - passed
 
     def _go_on(self) -> None:
-        self._passed |= {handle.table.table_id: handle.clock for handle in self._handles()}
+        self._passed |= {handle.table.table_id: handle.step_count for handle in self._handles()}
         self._is_resting = False
 
     def _is_decided(self) -> bool:

@@ -7,7 +7,7 @@ For code that moves blocks itself, as `DistributedOptimizer` does, a second leve
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sized
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar, Unpack, overload
@@ -17,11 +17,13 @@ import numpy.typing as npt
 from ps_core.cluster_view import Session
 from ps_core.consistency import Consistency, parsed
 from ps_core.errors import InvalidConfig
+from ps_core.manifest import DataSetSpec
 from ps_core.tables.optimizers import OptimizerSpec
 from ps_worker.checkpoint.save_points import HasState
 from ps_worker.client.checkpoints import CheckpointTicket, ClientCheckpoints
 from ps_worker.client.collectives import CollectiveCalls
 from ps_worker.client.connection import ClientConnection, Ticket
+from ps_worker.client.data_shards import DataShards
 from ps_worker.client.open_clients import OPEN, has_worker
 from ps_worker.client.shown_options import OF_THE_CLIENT, THE_CLIENTS, shows
 from ps_worker.client.tables import ClientTables, Pulls
@@ -763,6 +765,44 @@ class Client:
             InvalidConfig: there is no attached state: no `DistributedOptimizer`, no `attach_state`.
         """
         self.checkpoints.save_point()
+
+    # --- data
+
+    def data_shards(
+        self,
+        dataset: Sized | int,
+        *,
+        shard_size: int,
+        name: str = "data",
+        seed: int = 0,
+        timeout_s: float | None = None,
+    ) -> DataShards:
+        """Share a data set out while it is trained on: the scheduler leases its shards to whichever
+        worker has none, so that fast workers train more of them, and the shards of a worker that is
+        gone are issued again. Each worker calls it with the same values.
+
+        Args:
+            dataset: the data set, or the number of its samples.
+            shard_size: samples of a shard: a multiple of the batch size, and the time of ten steps
+                or more. A worker that dies leaves up to two of them to be trained again.
+            name: unique in the run; what was done of a pass is in checkpoints under this name.
+            seed: draws the order of shards in each pass.
+            timeout_s: seconds to wait, at the end of a pass, for shards that other workers have.
+
+        Returns:
+            The sampler of a DataLoader, or the ranges for a loader of the script's own.
+
+        Blocking: until the scheduler answers.
+
+        Raises:
+            InvalidConfig: the data set is empty or smaller than a shard, or another worker gave
+                other values; the message has both.
+            NotPermitted: this is not a worker.
+        """
+        length = dataset if isinstance(dataset, int) else len(dataset)
+        return DataShards(
+            self.connection, self.tables, DataSetSpec(name, length, shard_size, seed), timeout_s
+        )
 
     # --- collective calls
     #

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from ps_core import limits
 from ps_core.cluster_view import ClusterView
 from ps_core.codecs import payloads
-from ps_core.codecs.choices import name_of
+from ps_core.codecs.choices import PushCodec, name_of
 from ps_core.consistency import Consistency, Mode, parsed
 from ps_core.errors import (
     InvalidConfig,
@@ -69,6 +70,7 @@ from ps_worker.steps.steps import (
     skipped_clocks,
 )
 from ps_worker.transport.loop import CallbackThread
+from ps_worker.transport.metrics import MEASURES
 from ps_worker.transport.pulls import Moment, PullOrder, new_cut
 
 _LOOK_S = 0.5
@@ -193,7 +195,8 @@ class ClientTables:
                 payloads.load_kernels(codecs.pull)
             if codecs.push is not None and not self._connection.is_reader:
                 payloads.load_kernels(codecs.push.codec)
-                encoder = PushEncoder(table, codecs.push, self._engine.session.rank)
+                told = partial(_tell_of_fall_back, table.spec.name, codecs.push)
+                encoder = PushEncoder(table, codecs.push, self._engine.session.rank, told)
             steps = TableSteps(
                 table,
                 self._engine.steps,
@@ -514,6 +517,19 @@ class Pulls:
 
     def close(self) -> None:
         self._callbacks.stop()
+
+
+def _tell_of_fall_back(table: str, codec: PushCodec, count: int) -> None:
+    """A block of the table is pushed in int8 from now on; so are `count` in all."""
+    MEASURES.fallen_back_blocks.inc()
+    if count == 1:
+        logs.warning(
+            "residual_outgrew_gradients",
+            table=table,
+            push_codec=codec,
+            done="a block is pushed in int8 from now on, and so will others be that need it",
+            remedy="a denser push_codec, or a smaller learning rate",
+        )
 
 
 def _check_codecs(handle: TableHandle, codecs: TableCodecs, chosen: Mapping[str, object]) -> None:

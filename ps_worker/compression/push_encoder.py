@@ -10,17 +10,18 @@ Rules:
     - INT8 rounds at random, with draws that are a function of (rank, clock, block, element): a run
       can be repeated; so does a SPARSE codec that draws its places. INT8 feeds back what it rounds
       off, SIGN all but a sign, SPARSE what it leaves out.
+    - A block whose residual outgrows its gradients falls back to INT8, for good.
     - 16 bits keep eight or eleven bits of each element, small or large, and feed nothing back.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from struct import Struct
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +33,18 @@ from ps_core.codecs.int8_passes import Floats
 from ps_core.errors import InvalidTensor
 from ps_core.tables.elements import NATIVE_CODEC, Codec, unpack_presence
 from ps_core.tables.table import Table
+from ps_worker.compression.residual_guard import ResidualGuard, length_of
 from ps_worker.compression.residuals import Residuals
 from ps_worker.spec.values import BlockValues
 
 _PLACE = Struct("<QQQ")
+
+
+class CodedPayload(NamedTuple):
+    """A block's elements, and the codec that they are in."""
+
+    codec: Codec
+    payload: Bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -43,8 +52,8 @@ class _Step:
     """A step's payloads until it has ended, those that were replaced included."""
 
     scale: float = 0.0
-    newest: dict[int, Bytes] = field(default_factory=dict)
-    replaced: list[Bytes] = field(default_factory=list)
+    newest: dict[int, CodedPayload] = field(default_factory=dict)
+    replaced: list[CodedPayload] = field(default_factory=list)
 
 
 class PushEncoder:
@@ -53,11 +62,21 @@ class PushEncoder:
     Args:
         push: its codec is another than the table's own.
         rank: the worker's; draws of different ranks differ.
+        on_fall_back: is called when a block falls back to INT8, because its residual has outgrown
+            its gradients, with the number of blocks that have.
     """
 
-    def __init__(self, table: Table, push: PushCodec, rank: int) -> None:
-        self.codec = push.codec
+    def __init__(
+        self,
+        table: Table,
+        push: PushCodec,
+        rank: int,
+        on_fall_back: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._codec = push.codec
         self._push = push
+        self._on_fall_back = on_fall_back
+        self._guard = ResidualGuard(table.block_count, push.residual_limit)
         self._table = table
         self._rank = rank
         self._native = NATIVE_CODEC[table.spec.dtype]
@@ -65,8 +84,8 @@ class PushEncoder:
         self._steps: dict[int, _Step] = {}
         self._free: dict[int, list[Bytes]] = {}
 
-    def encode(self, clock: int, pushed: BlockValues, *, is_final: bool = False) -> memoryview:
-        """The payload of a block of the open step, encoded.
+    def encode(self, clock: int, pushed: BlockValues, *, is_final: bool = False) -> CodedPayload:
+        """A block of the open step, encoded.
 
         Args:
             is_final: servers apply it on arrival.
@@ -82,24 +101,55 @@ class PushEncoder:
         if block in step.newest:
             step.replaced.append(step.newest.pop(block))
         length = self._table.block_length(block)
-        size = self._push.payload_bytes(length, clock)
-        free = self._free.get(size)
-        out = free.pop() if free else np.empty(size, np.uint8)
-        step.newest[block] = out
         if self._residuals is None:
+            out = self._taken(self._codec.payload_bytes(length))
             self._narrow(block, payload, out)
+            coded = step.newest[block] = CodedPayload(self._codec, out)
+            return coded
+        before, left = self._residuals.pair(block, is_final=is_final)
+        gradient, there = self._elements(payload, length), before
+        mask = self._absent(block, presence)
+        if mask is not None:
+            gradient, there = (np.where(mask, np.float32(0), each) for each in (gradient, before))
+        coded = self._compressed(clock, block, gradient, there, left)
+        step.newest[block] = coded
+        if mask is not None:
+            left[mask] = before[mask]
+        return coded
+
+    def _compressed(
+        self, clock: int, block: int, gradient: Floats, before: Floats, left: Floats
+    ) -> CodedPayload:
+        """A gradient plus what earlier ones have left; what this one leaves is written."""
+        key = zlib.crc32(_PLACE.pack(self._rank, clock, block))
+        guard, length = self._guard, len(gradient)
+        if not guard.is_dense(block):
+            out = self._taken(self._push.payload_bytes(length, clock))
+            self._compress(gradient, before, left, out, key)
+            if not guard.looks(clock, block, gradient, left):
+                return CodedPayload(self._codec, out)
+            self._free_up(out)
+            self._on_fall_back(guard.dense_count)
         else:
-            key = zlib.crc32(_PLACE.pack(self._rank, clock, block))
-            before, left = self._residuals.pair(block, is_final=is_final)
-            gradient = self._elements(payload, length)
-            mask = self._absent(block, presence)
-            if mask is None:
-                self._compress(gradient, before, left, out, key)
-            else:
-                own, there = (np.where(mask, np.float32(0), each) for each in (gradient, before))
-                self._compress(own, there, left, out, key)
-                left[mask] = before[mask]
-        return out.data
+            guard.looks(clock, block, gradient, left)
+        out = self._taken(Codec.INT8.payload_bytes(length))
+        with np.errstate(over="ignore", invalid="ignore"):
+            whole = gradient + before
+        share = guard.longest_step(block) / max(length_of(whole), 1e-30)
+        if 0 < share < 1:  # 0: an element is not finite, and the servers refuse it
+            sent = whole * np.float32(share)
+            int8.encode_gradient(sent, np.zeros_like(sent), left, out, key)
+            left += whole - sent
+        else:
+            int8.encode_gradient(gradient, before, left, out, key)
+        return CodedPayload(Codec.INT8, out)
+
+    def _free_up(self, out: Bytes) -> None:
+        self._free.setdefault(out.nbytes, []).append(out)
+
+    def _taken(self, byte_count: int) -> Bytes:
+        free = self._free.get(byte_count)
+        return free.pop() if free else np.empty(byte_count, np.uint8)
 
     def keep_only(self, clock: int, blocks: Collection[int]) -> None:
         """All other blocks of the open step are withdrawn."""
@@ -124,13 +174,13 @@ class PushEncoder:
         if step is None:
             return
         for block in discarded:
-            payload = step.newest.get(block)
-            if payload is not None and self._residuals is not None:
+            coded = step.newest.get(block)
+            if coded is not None and self._residuals is not None:
                 elements = np.empty(self._table.block_length(block), np.float32)
-                payloads.decode(self.codec, payload, elements)
+                decode_into(coded.payload.data, coded.codec, elements.view(np.uint8), Codec.FP32)
                 self._residuals.give_back(block, elements, step.scale)
-        for payload in (*step.newest.values(), *step.replaced):
-            self._free.setdefault(payload.nbytes, []).append(payload)
+        for _, payload in (*step.newest.values(), *step.replaced):
+            self._free_up(payload)
 
     # --- in checkpoints
 
@@ -140,17 +190,20 @@ class PushEncoder:
         return self._residuals is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """The residuals, between two steps."""
+        """The residuals, between two steps, and what their guard has seen."""
         if self._residuals is None:
             return {}
         flat = self._residuals.flat().data.cast("B")
         residuals = _casts().elements(flat, Codec.FP32)
-        return {"residuals": residuals, "scale": self._residuals.unit}
+        guard = _casts().elements(self._guard.state().data.cast("B"), Codec.FP64)
+        return {"residuals": residuals, "scale": self._residuals.unit, "guard": guard}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from saved residuals; InvalidCheckpoint if they are of another table."""
         if self._residuals is not None and state:
             self._residuals.load(state["residuals"].numpy(), float(state["scale"]))
+            if "guard" in state:
+                self._guard.load(state["guard"].numpy())
 
     # --- elements
 
@@ -166,9 +219,9 @@ class PushEncoder:
         self, gradient: Floats, before: Floats, left: Floats, out: Bytes, key: int
     ) -> None:
         """Encode a gradient plus what earlier ones have left, and write what this one leaves."""
-        if self.codec is Codec.INT8:
+        if self._codec is Codec.INT8:
             int8.encode_gradient(gradient, before, left, out, key)
-        elif self.codec is Codec.SIGN:
+        elif self._codec is Codec.SIGN:
             sign.encode_gradient(gradient, before, left, out)
         elif self._push.is_random:
             sparse.encode_random(gradient, before, left, out, key)
@@ -177,8 +230,8 @@ class PushEncoder:
 
     def _narrow(self, block: int, payload: memoryview, out: Bytes) -> None:
         casts = _casts()
-        casts.convert(payload, self._native, out, self.codec)
-        if self.codec is Codec.FP16 and not self._table.spec.allow_non_finite:
+        casts.convert(payload, self._native, out, self._codec)
+        if self._codec is Codec.FP16 and not self._table.spec.allow_non_finite:
             at = casts.first_overflow(payload, self._native, out)
             if at is not None:
                 raise InvalidTensor(

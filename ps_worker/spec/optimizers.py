@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self, SupportsFloat, TypeAlias
 
+from ps_core import limits
 from ps_core.errors import InvalidConfig
 from ps_core.tables.optimizers import (
     CLAMP_NAMES,
@@ -63,7 +64,8 @@ class ServerOptimizer:
         `clamp` if there is one. None with a `factory`, whose optimizer has the groups.
         """
         settings = self._settings()
-        settings.pop("factory", None)
+        if "factory" in settings:
+            return {}
         if settings.get("clamp", ()) is None:
             del settings["clamp"]
         return settings
@@ -129,6 +131,7 @@ _EXAMPLES = {
     "Aggregate": "functools.partial(torch.optim.SGD, lr=0.1)",
     "Add": "functools.partial(torch.optim.SGD, lr=0.1)",
     "Assign": "",
+    "Outer": "functools.partial(torch.optim.AdamW, lr=0.001), inner_steps=50",
     "Custom": "'lion', lr=0.0001",
     "SGD": "lr=0.1",
 }
@@ -336,6 +339,61 @@ class Add(ServerOptimizer):
     kind: ClassVar[OptimizerKind] = OptimizerKind.ADD
 
     factory: Callable[[list[dict[str, Any]]], Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outer(ServerOptimizer):
+    """Each worker trains on its own copy of the parameters for `inner_steps` steps, with a torch
+    optimizer of its own. Then it pushes the pseudo-gradient: the parameters that it began with,
+    minus its own. The servers take an outer step of SGD with the mean of all workers', and every
+    worker goes on from the result.
+
+        ps.Outer(functools.partial(torch.optim.AdamW, lr=4e-4), inner_steps=50)
+
+    Only with `DistributedOptimizer`, and under any consistency. Every `inner_steps`-th call of its
+    `step` takes the outer step. The local optimizer keeps its state, and its groups are
+    `param_groups`; there `outer_lr` and `outer_momentum`, once set, go before `lr` and `momentum`.
+
+    Args:
+        factory: as `Aggregate`'s.
+        inner_steps: the steps of each worker in an outer step, 1 to 1,000,000; the same at all.
+        lr: the outer learning rate.
+        momentum: the outer momentum.
+        nesterov: the outer momentum is Nesterov's.
+
+    Raises:
+        InvalidConfig: a number out of bounds, or Nesterov without momentum.
+
+    Reference: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models"
+        (2023), algorithm 1.
+    """
+
+    kind: ClassVar[OptimizerKind] = OptimizerKind.SGD
+
+    factory: Callable[[list[dict[str, Any]]], Any]
+    inner_steps: int
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        ServerOptimizer.__post_init__(self)
+        steps, most = self.inner_steps, limits.MAX_INNER_STEP_COUNT
+        if not 1 <= steps <= most or steps % 1:
+            raise InvalidConfig(
+                f"Outer: inner_steps is {steps}; expected a whole number from 1 to {most:,}"
+            )
+        SGD(self.lr, self.momentum, nesterov=self.nesterov)
+
+    def outer_hyperparameters(self, group: Mapping[str, Any]) -> Hyperparameters:
+        """The hyperparameters of a group's outer step; raises as `hyperparameters`."""
+        outer = SGD(group.get("outer_lr", self.lr), group.get("outer_momentum", self.momentum))
+        return hyperparameters(self.kind, outer.defaults())
+
+    def spec(self, kernels: Kernels = Kernels.FAST) -> OptimizerSpec:
+        """The outer optimizer as a table's setting, with the inner steps of each update."""
+        sgd = SGD(self.lr, self.momentum, nesterov=self.nesterov).spec(kernels)
+        return replace(sgd, inner_steps=self.inner_steps)
 
 
 @dataclass(frozen=True, slots=True, init=False)

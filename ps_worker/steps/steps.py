@@ -36,6 +36,7 @@ from ps_worker.compression.push_encoder import PushEncoder
 from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs
 from ps_worker.spec.rows import RowBatch, cut_ids, payloads_of, rows_of
 from ps_worker.spec.values import Array, BlockValues, merged, region_of, tensor_named
+from ps_worker.steps.inner_steps import InnerSteps
 from ps_worker.window.push_window import StepTerms
 
 ResultT = TypeVar("ResultT")
@@ -224,13 +225,14 @@ class TableStep:
         self._check_open()
         peer_versions, is_initial = self._steps.peer_versions, self.clock == 0
         encoder = self._encoder
-        codec = None if encoder is None else encoder.codec
+        codec = None
         bodies = []
         for each in blocks:
             block, payload, presence = each
             self._check_length(block, payload)
             if encoder is not None:
-                payload = encoder.encode(self.clock, each, is_final=eager is not None)
+                codec, coded = encoder.encode(self.clock, each, is_final=eager is not None)
+                payload = coded.data
             seen = peer_versions.get(block)
             bodies.append(PushBody(block, payload, presence, eager, seen, is_initial, codec))
             if codec is not None and len(bodies) >= _ENCODED_COUNT:
@@ -538,6 +540,7 @@ class TableHandle:
         self.table = table
         self.steps = steps
         self.codecs = codecs
+        self.inner_steps = InnerSteps()
 
     @property
     def name(self) -> str:
@@ -563,6 +566,11 @@ class TableHandle:
     def clock(self) -> int:
         """The number of steps that this worker has sealed on the table; 0 for readers."""
         return self.steps.clock
+
+    @property
+    def step_count(self) -> int:
+        """The steps that this worker has taken on the table, inner ones included."""
+        return self.inner_steps.at(self.clock)
 
     def tensor(self, flat: Array, name: str) -> Array:
         """The tensor `name` within `flat`, as a view.

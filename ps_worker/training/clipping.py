@@ -4,7 +4,7 @@
     gradient                             place                                            means
     the worker's own: SSP, ASP           on the servers, as they take the step            its scale
     the reduced one: BSP                 on the servers, as they apply the update         its scale
-    the worker's own: `Add`              here, before the local optimizer                 in place
+    the worker's own: `Add`, `Outer`     here, before the local optimizer                 in place
     the reduced one: `Aggregate` (BSP)   at every worker, before the local optimizer      in place
 
 A scale that travels with the seal leaves the gradients unchanged, so that blocks can leave while

@@ -42,7 +42,14 @@ from ps_worker.spec.flat_layout import (
     plain_name,
     table_layouts,
 )
-from ps_worker.spec.optimizers import Add, Aggregate, Custom, ServerOptimizer, check_optimizer
+from ps_worker.spec.optimizers import (
+    Add,
+    Aggregate,
+    Custom,
+    Outer,
+    ServerOptimizer,
+    check_optimizer,
+)
 from ps_worker.spec.settings import consistency_of
 from ps_worker.spec.training_options import OptimizerOptions, TrainingOptions
 from ps_worker.steps.steps import StepResult
@@ -51,7 +58,13 @@ from ps_worker.training.embedding import has_embeddings, owned_rows
 from ps_worker.training.local_optimizer import inner_optimizer
 from ps_worker.training.model_pull import known_birth, table_prefix
 from ps_worker.training.module_buffers import BufferTable, buffer_layouts
-from ps_worker.training.optimizer_state import OptimizerState, checked_groups, fill_groups, numbered
+from ps_worker.training.optimizer_state import (
+    InnerStepsState,
+    OptimizerState,
+    checked_groups,
+    fill_groups,
+    numbered,
+)
 from ps_worker.training.served_state import pulled_arrays, torch_state
 from ps_worker.training.tables.step_scale import StepScale, amp_scale_of, check_unscaled
 from ps_worker.training.tables.trained_table import TrainedTable
@@ -85,6 +98,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer: `SGD`, `Adam`, `AdamW`, `Adagrad`, `RMSprop`: runs on the servers. `Aggregate`:
             the servers reduce the gradients and each worker runs a torch optimizer of its own.
             `Add`: each worker runs one on its own gradients; the servers add up its updates.
+            `Outer`: likewise, for many steps before the servers take one with what all did.
             `Custom`: a custom update on the servers.
         module: the module, if `parameters` is none: for the names of parameters, for its buffers
             and Embeddings.
@@ -114,8 +128,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         clip_norm (float | None, None): the largest norm of all gradients together, above 0; a
             longer gradient is scaled down to it, as `torch.nn.utils.clip_grad_norm_` does, after
             the loss scale. Under BSP this clips the reduced gradient, for one round trip more a
-            step; with `Add`, and under SSP and ASP, each worker's own. Not in "eager" mode. None:
-            no clipping.
+            step; with `Add` and `Outer`, and under SSP and ASP, each worker's own. Not in "eager"
+            mode. None: no clipping.
         recompute (int, 3): with `ASP(reject=...)`: the number of times that `step(closure)`
             computes and pushes blocks anew that were too stale, before it gives them up. 0: never;
             nor does `step` without closure.
@@ -129,7 +143,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Attributes:
         results: the results of the last step, one a table: blocks that were too stale
             (`ASP(reject=...)`), and updates made without it (`BSP(backup_workers=...)`); empty if
-            the step was skipped.
+            the step was skipped, and after an inner step (`Outer`).
         gradient_norm: the norm that the last step was clipped by; None without `clip_norm`.
 
     Rows of Embeddings keep the optimizer and the consistency of their own tables; `param_groups`
@@ -182,16 +196,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._loss: float | None = None
         self._is_made = False
         self._has_stepped = False
+        self._zeroed_at = (-1, 0)  # the steps before the last `zero_grad`
         if checked.buffers == "mean" and self._module is None:
             raise InvalidConfig("buffers is 'mean' without a module; give module=")
         has_rows = self._module is not None and has_embeddings(self._module)
         groups = named_groups(parameters, self._module, may_be_empty=has_rows)
         _check_reduces_alone(groups, self._client.world_size)
-        if self._model.adds and checked.is_eager:
+        if self._model.moves and checked.is_eager:
             raise InvalidConfig(
-                "mode is 'eager' with Add, which pushes what a whole step did; expected 'sealed'"
+                f"mode is 'eager' with {type(optimizer).__name__}, which pushes what a whole step "
+                "did; expected 'sealed'"
             )
-        if isinstance(optimizer, Aggregate | Add):
+        if isinstance(optimizer, Aggregate | Add | Outer):
             inner = self._model.inner = inner_optimizer(optimizer, groups)
             super().__init__(inner.param_groups, dict(inner.defaults))
             self._share(inner)
@@ -206,6 +222,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         client.checkpoints.save_points.add_model(self._model.awake_handles)
         self._own_state = OptimizerState(self, self._model.aggregates)
         client.attach_state(f"optimizer/{checked.name}", self._own_state)
+        shared = None if checked.buffers is None else self._module
+        self._inner_steps_state = InnerStepsState(self._model, shared)
+        if self._model.outer is not None:
+            name = f"inner_steps/{checked.name}"
+            client.attach_state(name, self._inner_steps_state, per_rank=True)
 
     def _start(self) -> None:
         """Create the tables, and start from rank 0's values."""
@@ -243,7 +264,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> float | None:
         """End the step: clock + 1 on every table, and pull the parameters.
 
-        Under BSP they are equal to those of every other worker at this clock, bit for bit.
+        Under BSP they are equal to those of every other worker at this clock, bit for bit. With
+        `Outer` only every `inner_steps`-th call does so; others run the local optimizer, and return
+        at once.
 
         If blocks were too stale (`ASP(reject=...)`), this calls `closure` again, at the pulled
         parameters, and pushes only those blocks: a round, which is a step of its own, with a clock
@@ -280,7 +303,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._has_stepped = True
         if not self._model.is_repeated:
             self._model.end_step()
-            self._client.checkpoints.save_points.reach(is_explicit=False)
+            if self._zeroed_at != self._client.engine.steps.mark:  # else that was the save point
+                self._client.checkpoints.save_points.reach(is_explicit=False)
             self._loss = None
             if closure is not None:
                 check_unscaled(self)
@@ -319,6 +343,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._is_made:
             self._model.end_step()
             self._client.checkpoints.save_points.reach(is_explicit=False)
+            self._zeroed_at = self._client.engine.steps.mark
         _plain(_Base.zero_grad)(self, set_to_none)
         self._hook_trainable()
         for table in self._tables:
@@ -356,11 +381,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise
         self._tables.extend(tables)
         self._own_state.group_added()
+        self._inner_steps_state.take(tables)
         self._hook_trainable()
 
     def state_dict(self) -> dict[str, Any]:
         """The parameter groups, and the servers' optimizer state, in the layout of the torch.optim
-        namesake, which can load it. With `Aggregate` and `Add` the local optimizer's.
+        namesake, which can load it. With `Aggregate`, `Add` and `Outer` the local optimizer's.
 
         State is on the CPU, in float32 (float64 for float64 parameters). Under BSP it is the state
         after this worker's last step; else the servers' state of the moment.
@@ -442,13 +468,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def has_local_state(self) -> bool:
-        """True if a torch optimizer runs at this worker (`Aggregate`, `Add`)."""
+        """True if a torch optimizer runs at this worker (`Aggregate`, `Add`, `Outer`)."""
         return self._model.inner is not None
 
     @property
     def clock(self) -> int:
         """The steps that this worker has taken with the model, rounds included; a late joiner
-        begins at this step, in its schedules too.
+        begins at this step, in its schedules too. With `Outer` the outer steps.
         """
         return self._model.clock
 
@@ -479,7 +505,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         to evaluate or to save under SSP and ASP. All workers call it, each after its own last step,
         or between two steps; training goes on after it. Buffers on the servers come with them.
 
-        Under BSP parameters are the same after each step anyway.
+        Under BSP parameters are the same after each step anyway; with `Outer` after each outer
+        step, and this takes one early, if there have been inner steps since the last.
 
         Args:
             timeout_s: None means the client's request_deadline_s.
@@ -493,7 +520,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             EditRefused: a parameter was changed since the last step: its value would be lost.
             InvalidConfig: another worker has made another collective call.
         """
-        self._model.synchronize(timeout_s)
+        self._model.synchronize(self.param_groups, timeout_s)
 
     def close(self) -> None:
         """Remove the hooks of the parameters; the tables stay. Idempotent."""
@@ -529,7 +556,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _tables_of_group(self, number: int) -> list[TrainedTable]:
         group = self.param_groups[number]
         optimizer = self._optimizer
-        if not isinstance(optimizer, Aggregate | Add):
+        if self._model.inner is None:
             optimizer = optimizer.with_group(group)
         name = self._model.options.name
         birth = known_birth(name, number, self._client.checkpoints.tables_before)
@@ -565,6 +592,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _start_from_rank_zero(
         self, tables: Sequence[TrainedTable | BufferTable], rows: Sequence[TrainedRows] = ()
     ) -> None:
+        for table in tables:
+            table.handle.inner_steps = self._model.inner_steps
         joins = any(self._client.engine.joins(t.handle.table.table_id) for t in tables)
         if self._client.is_late_joiner and isinstance(self._optimizer, Aggregate):
             raise InvalidConfig(
@@ -623,7 +652,7 @@ def _hooked(
         model.are_replayed = True
         return
     model.gradient_came()
-    if model.adds:  # what it pushes exists only after the step
+    if model.moves:  # what it pushes exists only after the step
         return
     arrives = model.options.applies_on_arrival
     table.hooked(index, model.hyperparameters(table, optimizer.param_groups) if arrives else ())

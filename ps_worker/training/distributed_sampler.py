@@ -8,7 +8,7 @@
             ...
 
 Rules:
-    - A batch is seen once this worker has sealed a step after the script got it: batches that a
+    - A batch is seen once this worker has taken a step after the script got it: batches that a
       loader fetched ahead, or that the script still trains on, do not count.
     - A worker's place is its rank. A worker beyond the number that the cluster was started for
       shares another's place: it sees the same samples in another order.
@@ -27,6 +27,7 @@ import torch.utils.data
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_runtime.observe import logs
 from ps_worker.client.client import Client
+from ps_worker.client.handed_batches import HandedBatches, batch_size_of
 from ps_worker.training.epoch_plan import Epoch, Stage, share_count, share_of, stage_of
 
 BatchT = TypeVar("BatchT")
@@ -88,8 +89,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         self._plan = Epoch(length, 0, seed + own_order, shuffle)
         self._seed = seed
         self._begun = 0  # samples of this worker's share of the stage, before `follow`
-        self._handed = self._trained = 0  # batches since
-        self._handed_clock = 0
+        self._batches = HandedBatches(self._steps_mark)  # those since
         self._batch_size = 0
         if name is not None:
             client.checkpoints.save_points.attach(name, self)
@@ -145,16 +145,11 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         Raises:
             InvalidConfig: the loader has no batch size.
         """
-        size = batch_size or getattr(loader, "batch_size", None)
-        size = size or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-        if not size:
-            raise InvalidConfig("the loader has no batch_size; give follow(loader, batch_size=...)")
-        self._begun = self._taken
-        self._handed = self._trained = 0
-        self._batch_size = int(size)
+        size = batch_size_of(loader, batch_size)
+        self._begun, self._batch_size = self._taken, size
+        self._batches = HandedBatches(self._steps_mark)
         for batch in loader:
-            self._trained, self._handed_clock = self._done, self._client.engine.steps.newest_clock
-            self._handed += 1
+            self._batches.hand()
             yield batch
         self._begin(self._plan.number + 1)
 
@@ -175,20 +170,18 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
     def _share_count(self) -> int:
         return share_count(self._plan.left_count, self.num_replicas, drop_last=self.drop_last)
 
-    @property
-    def _done(self) -> int:
-        """The batches that have been trained on, of those handed to the script."""
-        is_sealed = self._client.engine.steps.newest_clock > self._handed_clock
-        return self._handed if is_sealed else self._trained
+    def _steps_mark(self) -> object:
+        """Another one after each step; inner steps count, because checkpoints have them, too."""
+        return self._client.engine.steps.mark
 
     @property
     def _taken(self) -> int:
         """The samples of this worker's share of the stage that have been seen."""
-        return self._begun + self._done * self._batch_size
+        return self._begun + self._batches.trained_count * self._batch_size
 
     def _begin(self, number: int) -> None:
         self._plan = replace(self._plan, number=number, stages=())
-        self._begun = self._handed = self._trained = 0
+        self._begun, self._batches = 0, HandedBatches(self._steps_mark)
 
     # --- checkpoints
 

@@ -8,10 +8,10 @@ because a pull of one table may wait for workers that wait for this one on anoth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ps_core.cluster_view import ClusterView
-from ps_core.errors import WaitExpired
+from ps_core.errors import EditRefused, WaitExpired
 from ps_core.keys import TableId
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
@@ -26,6 +26,7 @@ from ps_worker.spec.late_joiners import (
 )
 from ps_worker.steps.steps import passed
 from ps_worker.training.module_buffers import BufferTable
+from ps_worker.training.planned_edits import Edited, names_of
 from ps_worker.training.tables.trained_table import TrainedTable
 from ps_worker.training.trained_rows import TrainedRows
 
@@ -48,6 +49,64 @@ def begin_where_the_others_are(
         table.begin_pull()
     for table in tables:
         table.finish()
+
+
+class ModelJoin:
+    """A worker joins others that train a model: they would refuse changes that it makes before its
+    first backward pass (SEMANTICS S16).
+    """
+
+    def __init__(self, client: Client, name: str, tables: Sequence[TrainedTable]) -> None:
+        self._client = client
+        self._name = name
+        self._tables = tables
+        self._clock = -1  # its clock when it joined
+        self._joined_s = 0.0
+        self._is_at_start = True  # no worker had taken a step by then
+        self._brought: Edited | None = None  # its changes before its first backward pass
+
+    def begin(self, clock: int) -> None:
+        """This worker has joined all tables, and is at this clock of the model."""
+        clocks = [(t.handle.clock, t.handle.table.restored_clock or 0) for t in self._tables]
+        self._is_at_start = all(clock <= first for clock, first in clocks)
+        self._clock, self._joined_s = clock, now_s()
+
+    def is_new(self, clock: int) -> bool:
+        """True if it has taken no step with the others until this clock."""
+        return self._clock >= clock
+
+    def gradient_came(self, edited: Callable[[], Edited]) -> None:
+        """A backward pass runs: note the changes of before."""
+        if self._clock >= 0 and self._brought is None:
+            self._brought = edited()
+
+    def check(self, edited: Edited) -> None:
+        """Refuse changes before its loop, which no other worker makes, if they are in `edited`."""
+        brought = edited if self._brought is None else self._brought
+        left = {
+            table: indexes
+            for table, found in brought.items()
+            if (indexes := sorted({*found} & {*edited.get(table, ())}))
+        }
+        if left and not self.joins_nobody():
+            raise EditRefused(
+                f"parameter {names_of(left)} was changed in {self.words}. The change stays until "
+                "it is undone"
+            )
+
+    def joins_nobody(self) -> bool:
+        """As `joins_nobody`, since it joined."""
+        at_start = self._is_at_start
+        return joins_nobody(self._client, self._tables, self._joined_s, is_at_start=at_start)
+
+    @property
+    def words(self) -> str:
+        """Words for a model that a late joiner may not change."""
+        return (
+            f"'{self._name}' before this worker's first step, and it joins others that train: the "
+            f"model is theirs, as of step {self._clock}. Nothing was sent. Load only where "
+            "optimizer.clock is 0, or start all workers anew, together"
+        )
 
 
 def joins_nobody(

@@ -1,4 +1,4 @@
-"""A worker's own torch optimizer, for `Aggregate` and `Add`."""
+"""A worker's own torch optimizer, for `Aggregate`, `Add` and `Outer`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from ps_core.errors import InvalidConfig
-from ps_worker.spec.optimizers import Add, Aggregate
+from ps_worker.spec.optimizers import Add, Aggregate, Outer
 
 
 def inner_optimizer(
-    optimizer: Aggregate | Add, groups: list[dict[str, Any]]
+    optimizer: Aggregate | Add | Outer, groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
     """The factory's torch optimizer for these groups; InvalidConfig if it makes none."""
     kind = type(optimizer).__name__

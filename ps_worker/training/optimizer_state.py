@@ -1,6 +1,7 @@
 """A worker's own state of a `DistributedOptimizer`, for checkpoints: the hyperparameters of its
-groups, which schedules change; with `Aggregate` and `Add` a local optimizer; with `Aggregate` the
-parameters, too. The servers have all else (`served_state`).
+groups, which schedules change; with `Aggregate`, `Add` and `Outer` a local optimizer; with
+`Aggregate` the parameters, too; with `Outer` what no outer step has pushed. The servers have all
+else (`served_state`).
 
 Rules:
     - A saved group has every key of the namesake's, so that torch's own `load_state_dict` takes it.
@@ -11,14 +12,18 @@ Rules:
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_runtime.observe import logs
 from ps_worker.spec.optimizers import ServerOptimizer
+from ps_worker.training.module_buffers import check_shape, persistent_buffers, write_values
+from ps_worker.training.tables.trained_table import TrainedTable
+from ps_worker.training.trained_model import TrainedModel
 
 _OWN_KEYS = ("params", "param_names")
 _DECOUPLED = "decoupled_weight_decay"
@@ -182,3 +187,53 @@ class OptimizerState:
 
     def _parameters(self) -> list[torch.Tensor]:
         return [each for group in self._optimizer.param_groups for each in group["params"]]
+
+
+class InnerStepsState:
+    """The attached state of inner steps since the last outer step, which no server has (`Outer`).
+
+    The values that were pulled last are kept with the parameters: the pseudo-gradient counts from
+    them, and under SSP and ASP the servers' go on meanwhile. Only outer steps share buffers.
+
+    Args:
+        module: has the model's buffers; None if workers do not share them.
+    """
+
+    def __init__(self, model: TrainedModel, module: nn.Module | None) -> None:
+        self._model = model
+        self._module = module
+        self._later: dict[str, Any] = {}  # of tables that are not there yet
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of inner steps, the values of each table, and the buffers; or nothing."""
+        model, steps = self._model, self._model.inner_steps
+        if not steps.have_moved:
+            return {}
+        return {
+            "taken": steps.taken,
+            "has_kept": steps.has_kept,
+            "tables": {t.name: t.local_values() for t in model.tables if not t.is_asleep},
+            "buffers": {name: buffer.detach() for name, buffer in self._buffers()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the result of `state_dict`."""
+        if not state:
+            return
+        steps = self._model.inner_steps
+        steps.taken, steps.has_kept = state["taken"], state["has_kept"]
+        self._later = dict(state["tables"])
+        self.take(self._model.tables)
+        for name, buffer in self._buffers():
+            if name in state["buffers"]:
+                check_shape(name, buffer, state["buffers"][name])
+                write_values(buffer, state["buffers"][name])
+
+    def take(self, tables: Iterable[TrainedTable]) -> None:
+        """Load what there is of these tables."""
+        for table in tables:
+            if table.name in self._later:
+                table.load_local(*self._later.pop(table.name))
+
+    def _buffers(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return () if self._module is None else persistent_buffers(self._module)

@@ -26,14 +26,20 @@ import torch
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import EditRefused, InvalidConfig, InvalidTensor, PushpullError, WaitExpired
 from ps_core.tables.optimizers import VALUES_ARRAY, Hyperparameters
-from ps_runtime.system.clock import now_s
-from ps_worker.spec.optimizers import Add, ServerOptimizer, check_switches, hyperparameters_of
+from ps_worker.spec.optimizers import (
+    Add,
+    Outer,
+    ServerOptimizer,
+    check_switches,
+    hyperparameters_of,
+)
 from ps_worker.spec.training_options import TrainingOptions
+from ps_worker.steps.inner_steps import InnerSteps
 from ps_worker.steps.steps import Pulled, PushTicket, StepResult, TableHandle
 from ps_worker.training.clipping import UpdateScaling, multiply_gradients, norm_and_factor
 from ps_worker.training.common_model import CommonModel
 from ps_worker.training.interrupts import uninterrupted
-from ps_worker.training.joining import clocks_to_pass, joins_nobody
+from ps_worker.training.joining import ModelJoin, clocks_to_pass
 from ps_worker.training.local_optimizer import StateBefore
 from ps_worker.training.model_pull import birth_clock
 from ps_worker.training.module_buffers import BufferTable
@@ -54,7 +60,7 @@ from ps_worker.training.tables.gradient_marks import GradientMarks
 from ps_worker.training.tables.inspection import is_finite
 from ps_worker.training.tables.step_scale import StepScale
 from ps_worker.training.tables.trained_table import TrainedTable
-from ps_worker.training.trained_rows import TrainedRows
+from ps_worker.training.trained_rows import TrainedRows, check_rows_fit
 from ps_worker.transport.metrics import MEASURES
 
 if TYPE_CHECKING:
@@ -87,12 +93,14 @@ class TrainedModel:
 
     Attributes:
         tables, buffers, rows: the owner adds them.
-        inner: the local optimizer of `Aggregate` and `Add`; the owner sets it.
+        inner: the local optimizer of `Aggregate`, `Add` and `Outer`; the owner sets it.
+        inner_steps: its steps since the last outer step (`Outer`).
         results: the results of the last step, by table that is awake; empty if it was skipped.
         row_results: likewise, of embedding tables.
         gradient_norm: the norm that the last step was clipped by; None without clipping.
         loaded: optimizer state that the servers do not have in full yet.
-        adds: the worker pushes its local optimizer's updates.
+        adds: the worker pushes its local optimizer's updates (`Add`).
+        outer: the optimizer, if it is `Outer`.
         are_replayed: a CUDA graph, whose replays call no hooks, makes gradients.
     """
 
@@ -109,24 +117,29 @@ class TrainedModel:
         self.gradient_norm: float | None = None
         self.loaded: LoadedState | None = None
         self.adds = isinstance(optimizer, Add)
+        self.outer = optimizer if isinstance(optimizer, Outer) else None
+        self.inner_steps = InnerSteps(1 if self.outer is None else self.outer.inner_steps)
         self.are_replayed = False
         self._client = client
+        self._optimizer = optimizer
         self._sealed: _SealedStep | None = None
         self._common = CommonModel(client, options.name, self.tables, self.buffers)
         self._round_count = 0  # the clocks beyond the script's steps
         self._is_hooked = False  # a hook of the present step's gradients was called
         self._given = (-1, b"")  # clock and digest of the state that `gave_state` noted
         self._edits = PlannedEdits()
-        self._joined_at = -1  # its clock when it joined others
-        self._joined_s = 0.0  # the time when it joined
-        self._is_at_start = True  # no worker had taken a step by then
-        self._brought: Edited | None = None  # its changes before its first backward pass
+        self._join = ModelJoin(client, options.name, self.tables)
         self._times: StepTimes  # from `begin` on
 
     @property
     def aggregates(self) -> bool:
         """True if the servers have sums, and the parameters are the local optimizer's."""
-        return self.inner is not None and not self.adds
+        return self.inner is not None and not self.moves
+
+    @property
+    def moves(self) -> bool:
+        """True if the worker pushes how far its local optimizer moved the parameters."""
+        return self.adds or self.outer is not None
 
     @property
     def clock(self) -> int:
@@ -159,37 +172,27 @@ class TrainedModel:
 
     def check_rows_fit(self, consistency: Consistency) -> None:
         """Refuse settings that Embeddings in the module do not have."""
-        if self.rows and consistency.backup_workers:
-            raise InvalidConfig(
-                f"'{self.options.name}' would be under {consistency}, and has rows of "
-                f"'{self.rows_name}': a worker whose step came too late would skip clocks that the "
-                "rows do not; expected BSP without backup workers, SSP or ASP"
-            )
-        if self.rows and self.aggregates and self.options.clip_norm is not None:
-            raise InvalidConfig(
-                f"clip_norm with Aggregate does not reach rows of '{self.rows_name}': the servers "
-                "update them; expected an optimizer on the servers, or no clip_norm"
-            )
+        if self.rows:
+            options = replace(self.options, consistency=consistency)
+            check_rows_fit(self.rows_name, self._optimizer, options)
 
     def begin(self) -> None:
         """Begin the first step's computation; blocks as `StepTimes`."""
         self._times = StepTimes(self._client)
 
     def joined(self) -> None:
-        """This worker joins others that train: they would refuse changes that it makes before its
-        first backward pass (SEMANTICS S16).
-        """
-        clocks = [(t.handle.clock, t.handle.table.restored_clock or 0) for t in self.tables]
-        self._is_at_start = all(clock <= first for clock, first in clocks)
-        self._joined_at, self._joined_s = self.clock, now_s()
+        """This worker joins others that train."""
+        self._join.begin(self.clock)
 
     # --- between two steps
 
     def hyperparameters(self, table: TrainedTable, groups: Groups) -> Hyperparameters:
         """The hyperparameters of a step on a table; InvalidConfig if a fixed switch was changed."""
+        group = groups[table.group]
+        if self.outer is not None:
+            return self.outer.outer_hyperparameters(group)
         if self.inner is not None:
             return ()
-        group = groups[table.group]
         check_switches(table.handle.spec.optimizer, group, table.name)
         return hyperparameters_of(table.handle.spec.optimizer, group)
 
@@ -205,7 +208,7 @@ class TrainedModel:
         self.options = options
         return max(clocks, default=0)
 
-    def synchronize(self, timeout_s: float | None) -> None:
+    def synchronize(self, groups: Groups, timeout_s: float | None) -> None:
         """As `DistributedOptimizer.synchronize`; resumes a call that was interrupted."""
         self.end_step()
         if not self._common.is_interrupted:
@@ -217,6 +220,10 @@ class TrainedModel:
                     "synchronize between backward and step in eager mode, whose blocks are applied "
                     "on arrival; call step() first"
                 )
+            if self.inner_steps.have_moved:
+                with uninterrupted():
+                    self._sealed = self._seal(groups, StepScale(), None)
+                self.results = self._end(self._sealed)
         self._common.meet(timeout_s, is_pulled=not self.aggregates)
 
     def _wait_pending(self) -> None:
@@ -253,8 +260,7 @@ class TrainedModel:
         `synchronize`, would pull.
         """
         self._is_hooked = True
-        if self._joined_at >= 0 and self._brought is None:
-            self._brought = self._edited()
+        self._join.gradient_came(self._edited)
         if self._common.is_interrupted and self.options.applies_on_arrival:
             raise InvalidConfig(
                 "a backward pass in eager mode, whose blocks are applied on arrival, before a "
@@ -341,7 +347,7 @@ class TrainedModel:
 
     def _may_recompute(self, before: StateBefore | None) -> bool:
         """False under BSP, where a step of some blocks would count as a whole one."""
-        if self.adds and before is None:
+        if self.moves and before is None:
             return False
         return all(setting.mode is not Mode.BSP for setting in self._settings())
 
@@ -370,10 +376,32 @@ class TrainedModel:
             table.check_dtype()
         self._take_edits()
         with uninterrupted():
-            self._sealed = sealed = self._seal(groups, scale, before)
+            if self.outer is not None:
+                self._take_inner_step(groups, scale)
+                scale = StepScale()
+            is_due = self.outer is None or self.inner_steps.are_all_taken
+            sealed = self._sealed = self._seal(groups, scale, before) if is_due else None
+        if sealed is None:
+            self._times.ended()
+            return {}
         if meanwhile is not None:
             meanwhile()
         return self._end(sealed)
+
+    def _take_inner_step(self, groups: Groups, scale: StepScale) -> None:
+        """OUTER: a step of the local optimizer. It counts if mixed precision skips it, so that
+        workers stay in step; InvalidTensor if the norm that it is clipped by is not finite: then it
+        is not taken.
+        """
+        for table in self.tables:
+            self.hyperparameters(table, groups)
+        scale = self._scaled(scale, groups)
+        if scale.problem:
+            raise InvalidTensor(f"{scale.problem}; expected finite values. No step was taken")
+        if self.inner is not None and not scale.skip:
+            self.inner.step()
+        self.inner_steps.taken += 1
+        self._client.engine.steps.inner_count += 1
 
     # --- edits
 
@@ -387,8 +415,8 @@ class TrainedModel:
         loaded = None
         if self._edits or not is_same(arrays, pulled_arrays(self._client, list(arrays))):
             loaded = LoadedState(arrays)
-            if self._is_new and not self._joins_nobody():
-                raise EditRefused(f"optimizer state was loaded into {self._brings_nothing()}")
+            if self._join.is_new(self.clock) and not self._join.joins_nobody():
+                raise EditRefused(f"optimizer state was loaded into {self._join.words}")
             why = self._why_no_edit()
             if why and self._given == (self.clock, loaded.digest):
                 loaded = None
@@ -413,9 +441,10 @@ class TrainedModel:
         optimizer state, in steps before that of the gradients (SEMANTICS S16). Reads every
         parameter.
         """
-        if self.inner is not None:  # sums: they are its own; Add: an edit is part of what is pushed
-            if self.adds and self._is_new:
-                self._check_brings_nothing(self._edited())
+        # Sums: they are its own; else an edit is part of what is pushed.
+        if self.inner is not None and (self.outer is None or self.inner_steps.have_moved):
+            if self.adds and self._join.is_new(self.clock):
+                self._join.check(self._edited())
             return
         # The script may have changed more since a wait for a planned edit expired.
         is_as_planned = self._edits and not self._edits.problem
@@ -430,41 +459,12 @@ class TrainedModel:
         found = {table: table.edited() for table in self.tables}
         return {table: indexes for table, indexes in found.items() if indexes}
 
-    @property
-    def _is_new(self) -> bool:
-        """True if this worker joins others that train, and has taken no step with them."""
-        return self._joined_at >= self.clock
-
-    def _check_brings_nothing(self, edited: Edited) -> None:
-        """Refuse a late joiner's changes before its loop, which no other worker makes."""
-        brought = edited if self._brought is None else self._brought
-        left = {
-            table: indexes
-            for table, found in brought.items()
-            if (indexes := sorted({*found} & {*edited.get(table, ())}))
-        }
-        if left and not self._joins_nobody():
-            raise EditRefused(
-                f"parameter {names_of(left)} was changed in {self._brings_nothing()}. The change "
-                "stays until it is undone"
-            )
-
-    def _joins_nobody(self) -> bool:
-        at_start = self._is_at_start
-        return joins_nobody(self._client, self.tables, self._joined_s, is_at_start=at_start)
-
-    def _brings_nothing(self) -> str:
-        return (
-            f"'{self.options.name}' before this worker's first step, and it joins others that "
-            f"train: the model is theirs, as of step {self.clock}. Nothing was sent. Load only "
-            "where optimizer.clock is 0, or start all workers anew, together"
-        )
-
     def _plan_edits(self) -> None:
         self._edits.forget()
         edited = self._edited()
-        if self._is_new:
-            self._check_brings_nothing(edited)
+        is_new = self._join.is_new(self.clock)
+        if is_new:
+            self._join.check(edited)
         if not edited and self.loaded is None:
             return
         why = self._why_no_edit()
@@ -479,7 +479,7 @@ class TrainedModel:
         if why:
             raise EditRefused(load_refused(self.options.name, why))
         problem = problem_of(edited, may_be_infinite=self.options.allow_non_finite)
-        passed_count = clocks_to_pass(self._client, self.tables) if self._is_new else 0
+        passed_count = clocks_to_pass(self._client, self.tables) if is_new else 0
         self._edits.plan(edited, self.loaded, problem, passed_count)
 
     def _why_no_edit(self) -> str:
@@ -545,7 +545,8 @@ class TrainedModel:
         is_round = any(table.is_restricted for table in self.tables)
         for rows in self.rows:
             rows.begin_step(has_gradients=not is_round)
-        scale = self._scaled(scale, groups)
+        if self.outer is None:
+            scale = self._scaled(scale, groups)
         if self.options.is_eager:
             for table, hyperparameters in awake.items():
                 table.check_final(hyperparameters)
@@ -566,6 +567,7 @@ class TrainedModel:
             row_steps = []
             if not is_round:
                 row_steps = [(rows, rows.seal(scale, skip=skip)) for rows in self.rows]
+        self.inner_steps.taken, self.inner_steps.has_kept = 0, False
         scaling = None if skip else self._scale_updates(scale, [*tickets.items(), *row_steps])
         if is_round:
             self._round_count += 1
@@ -583,16 +585,16 @@ class TrainedModel:
         return sealed
 
     def _push_rest(self, awake: Mapping[TrainedTable, Hyperparameters]) -> str:
-        """Push the rest of the step, up to the first gradient that is not finite; returns its name,
-        in words, or nothing. Rows are pushed with their seal.
+        """Push the rest of the step, up to the first gradient that is not finite; returns words for
+        it, or nothing. Rows are pushed with their seal.
         """
         may_be_infinite = self.options.allow_non_finite or self.options.applies_on_arrival
         if not may_be_infinite and (words := self.non_finite_rows()):
             return words
         for table, hyperparameters in awake.items():
-            name = table.push_rest(hyperparameters)
-            if name is not None:
-                return _not_finite(name, table)
+            bad = table.push_rest(hyperparameters)
+            if bad is not None:
+                return bad
         for rows in self.rows:
             rows.prepare()
         return ""
@@ -681,6 +683,9 @@ class TrainedModel:
                 table.write_parameters(() if is_taken else sealed.edited.get(table, ()))
             elif table in sealed.pulled:
                 table.write_gradients(sealed.pulled[table])
+            if self.outer is not None and not (sealed.is_skipped or sealed.is_edit):
+                is_moved = table.move_again(sealed.tickets[table].future.result())
+                self.inner_steps.has_kept |= is_moved
         if self.inner is not None and self.aggregates and not sealed.is_taken_over:
             if self.options.clip_norm is not None:  # a norm that is not finite makes them NaN
                 trained = _parameters(self.inner.param_groups)
@@ -699,10 +704,10 @@ class TrainedModel:
                 "'eager' under ASP"
             )
         max_norm = self.options.clip_norm
-        clips = max_norm is not None and (self.inner is None or self.adds)
+        clips = max_norm is not None and (self.inner is None or self.moves)
         if scale.skip:
-            return replace(scale, clip_scale=1.0 if clips and not self.adds else None)
-        if self.adds:
+            return replace(scale, clip_scale=1.0 if clips and not self.moves else None)
+        if self.moves:
             self._multiply(groups, scale.contribution_scale)
             scale = StepScale()
         if max_norm is None or not clips:
@@ -719,8 +724,8 @@ class TrainedModel:
         self.gradient_norm = norm
         if not math.isfinite(norm) and not self.options.allow_non_finite:
             problem = self._not_finite_words(norm)
-            return StepScale(1.0, True, problem, None if self.adds else 1.0)
-        if self.adds:
+            return StepScale(1.0, True, problem, None if self.moves else 1.0)
+        if self.moves:
             self._multiply(groups, factor)
             return scale
         if scale.contribution_scale * factor > 0.0:
@@ -758,7 +763,7 @@ class TrainedModel:
                 gradient = entry.tensor.grad
                 is_dense = gradient is not None and gradient.layout is torch.strided
                 if gradient is not None and is_dense and not is_finite(gradient.detach()):
-                    return _not_finite(entry.name, table)
+                    return table.not_finite(entry.name)
         if words := self.non_finite_rows():
             return words
         step = f"step {1 + self.clock} of '{self.options.name}'"
@@ -779,10 +784,3 @@ def _finished(table: TrainedTable, sealed: _SealedStep) -> Pulled | None:
 def _parameters(groups: Groups) -> Iterator[torch.Tensor]:
     for group in groups:
         yield from group["params"]
-
-
-def _not_finite(name: str, table: TrainedTable) -> str:
-    return (
-        f"the gradient of '{name}' has an infinity or a NaN at step {table.handle.clock + 1} of "
-        f"table '{table.name}'"
-    )

@@ -23,7 +23,9 @@ from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.rows import Ids, sums_by_key
 from ps_core.tables.optimizers import Hyperparameters
 from ps_worker.client.pending import PendingTickets
+from ps_worker.spec.optimizers import Aggregate, Outer, ServerOptimizer
 from ps_worker.spec.rows import RowBatch, cut_ids, rows_of
+from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.steps import checked_hyperparameters
 from ps_worker.training.tables.inspection import is_finite
 from ps_worker.training.tables.step_scale import StepScale
@@ -204,6 +206,27 @@ class TrainedRows:
         self.pending.wait((InvalidTensor,) if is_skipped else ())
         ticket, self._ticket = self._ticket, None
         return None if ticket is None else ticket.future.result()
+
+
+def check_rows_fit(rows: str, optimizer: ServerOptimizer, options: TrainingOptions) -> None:
+    """Refuse settings of a model that has Embeddings, one of which has the table `rows`."""
+    if options.consistency.backup_workers:
+        raise InvalidConfig(
+            f"'{options.name}' would be under {options.consistency}, and has rows of '{rows}': a "
+            "worker whose step came too late would skip clocks that the rows do not; expected BSP "
+            "without backup workers, SSP or ASP"
+        )
+    if isinstance(optimizer, Aggregate) and options.clip_norm is not None:
+        raise InvalidConfig(
+            f"clip_norm with Aggregate does not reach rows of '{rows}': the servers update them; "
+            "expected an optimizer on the servers, or no clip_norm"
+        )
+    if isinstance(optimizer, Outer):
+        raise InvalidConfig(
+            f"'{options.name}' has rows of '{rows}', which take each step on the servers, and its "
+            "other parameters would take inner steps at the worker: expected Outer for a module "
+            "without Embeddings, which have a step() of their own"
+        )
 
 
 def _joined(given: Sequence[tuple[RowBatch, torch.Tensor]]) -> tuple[Ids, npt.NDArray[Any]]:

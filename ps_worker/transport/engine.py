@@ -58,6 +58,7 @@ class StepSender:
 
     def __init__(self, post: Callable[..., None], driver: PushDriver) -> None:
         self.clocks: dict[TableId, int] = {}  # the newest that this worker has sealed
+        self.inner_count = 0  # inner steps, which have no clock
         self.assigned: set[TableId] = set()  # tables to which it has given initial values
         self._post = post
         self._driver = driver
@@ -84,6 +85,11 @@ class StepSender:
     @property
     def newest_clock(self) -> int:
         return max(list(self.clocks.values()), default=0)
+
+    @property
+    def mark(self) -> tuple[int, int]:
+        """Another one after each step of the script."""
+        return self.newest_clock, self.inner_count
 
     def observe_pull(self, table_id: TableId, clock: int) -> None:
         """Measure the step of this clock, from its first push to this pull, if it is the newest."""

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
-from ps_core.errors import EditRefused, InvalidConfig, InvariantViolation, PushpullError
+from ps_core.errors import EditRefused, Fenced, InvalidConfig, InvariantViolation, PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_core.tables.optimizers import Hyperparameters
@@ -594,6 +594,13 @@ class PushWindow:
                 step.discarded_blocks.add(entry.block)
         elif ending.outcome is Outcome.REJECTED and entry.block is not None:
             step.rejected.append(entry.block)
+        elif ending.outcome is Outcome.WITHDRAWN and entry.block is None:
+            words = (
+                f"clock {step.clock} of table {step.table_id} did not take effect in range "
+                f"{entry.key.range_id}: this worker's membership had ended. Register again as a "
+                "new worker"
+            )
+            ending = Ending(Outcome.INVALID, Fenced(words))
         if ending.outcome is not Outcome.INVALID or entry.given_up:
             return []
         problem = ending.error or PushpullError("refused without saying why")

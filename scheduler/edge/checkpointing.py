@@ -385,6 +385,7 @@ def manifest_of(settings: ClusterSettings, attempt: Attempt, worker_count: int) 
         parts=tuple(parts),
         workers=tuple(workers),
         bases=tuple(sorted({base for n in attempt.servers for base in attempt.parts[n].bases})),
+        data_sets=attempt.data_sets,
     )
 
 

@@ -14,12 +14,14 @@ from ps_core.cluster_view import Session
 from ps_core.envelope import has_few
 from ps_core.errors import InvalidConfig, InvalidTensor, Unauthenticated
 from ps_core.keys import RangeId
+from ps_core.manifest import DataSetSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
 from ps_core.update_offer import UpdateOffer
 from ps_runtime.cluster import wire
 from pushpull.v1 import scheduler_pb2, types_pb2
 from scheduler.machine import view_size
+from scheduler.machine.data_shards import DataSet, ShardRequest
 from scheduler.machine.state import Registration, ServerMemory, UpdateLogClaim
 
 
@@ -64,6 +66,33 @@ def _claim(message: scheduler_pb2.UpdateLogClaim) -> UpdateLogClaim:
 def _offer(message: scheduler_pb2.CustomUpdate) -> UpdateOffer:
     hyperparameters = wire.hyperparameters_from_proto(message.hyperparameters)
     return UpdateOffer(message.name, hyperparameters, message.fingerprint, message.problem)
+
+
+def shard_request_of(request: scheduler_pb2.LeaseDataShardsRequest) -> ShardRequest:
+    """A worker's request for shards, unchecked."""
+    said = request.data_set
+    spec = DataSetSpec(said.name, said.sample_count, said.shard_size, said.seed)
+    pass_number = request.pass_number if request.HasField("pass_number") else None
+    return ShardRequest(spec, pass_number, tuple(request.done_shards), request.want_count)
+
+
+def data_set_to_proto(data_set: DataSet) -> scheduler_pb2.DataSetStatus:
+    """The present pass of a data set, for the status answer."""
+    spec = data_set.spec
+    return scheduler_pb2.DataSetStatus(
+        data_set=scheduler_pb2.DataSet(
+            name=spec.name,
+            sample_count=spec.sample_count,
+            shard_size=spec.shard_size,
+            seed=spec.seed,
+        ),
+        run=data_set.run,
+        pass_number=data_set.pass_number,
+        shard_count=spec.shard_count,
+        done_count=data_set.done_count,
+        leased_count=len(data_set.leases),
+        reissued_count=data_set.reissued_count,
+    )
 
 
 async def table_request_of(

@@ -71,7 +71,7 @@ def restored_from(url: str) -> Restored:
     clock = max((table.clock for table in tables.values()), default=0)
     logs.info("checkpoint_chosen", url=where, number=manifest.number, clock=clock)
     lineage = (manifest.timeline, *manifest.lineage)[:MAX_LINEAGE_COUNT]
-    return Restored(where, tables, lineage=lineage)
+    return Restored(where, tables, lineage=lineage, data_sets=manifest.data_sets)
 
 
 def _setting(saved: SavedTable, where: str) -> Consistency:

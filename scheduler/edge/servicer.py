@@ -44,8 +44,10 @@ from scheduler.edge.adaptive_tables import AdaptiveTables
 from scheduler.edge.checkpointing import Checkpointing, part_from_proto
 from scheduler.edge.publication import JournalWriter, Publication, nothing
 from scheduler.edge.requests import (
+    data_set_to_proto,
     registration_of,
     session_of,
+    shard_request_of,
     spec_of,
     table_request_of,
     table_request_reader,
@@ -55,6 +57,7 @@ from scheduler.edge.transition_lines import log_transition
 from scheduler.machine.changes import ChangeRequest, Outcome, Withdrawn
 from scheduler.machine.checkpoint_schedule import CheckpointPolicy
 from scheduler.machine.cluster import Cluster, Created, Decision
+from scheduler.machine.data_shards import DataShardsReturned, ShardLease, ShardRequest
 from scheduler.machine.kept_values import KeptElsewhere, KeptValues
 from scheduler.machine.state import TIMELINE_BYTES, RangesFailedOver, Restored, Transition
 
@@ -426,6 +429,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             replica_count=self._cluster.settings.replica_count,
             min_in_sync=self._cluster.settings.min_in_sync,
             checkpoints=self.checkpointing.history(now_s),
+            data_sets=map(data_set_to_proto, self._cluster.data_sets),
         )
         for _, (kept, heard_s) in self._kept.at(now_s):
             response.kept_values.add(
@@ -476,6 +480,48 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             had = self._carry_out(self._cluster.remove_run(session, request.run))
         return pb.RemoveRunResponse(table_count=had.table_count, byte_count=had.byte_count)
 
+    @translated
+    async def LeaseDataShards(
+        self, request: pb.LeaseDataShardsRequest, context: Context
+    ) -> pb.LeaseDataShardsResponse:
+        """Take a report and lease shards; park while others have all that are left."""
+        deadline_s = _deadline_s(context.time_remaining())
+        async with self._answering(request.session, "LeaseDataShards") as session:
+            lease = await self._leased(session, shard_request_of(request), deadline_s)
+        return pb.LeaseDataShardsResponse(pass_number=lease.pass_number, shards=lease.shards)
+
+    async def _leased(
+        self, session: Session, request: ShardRequest, deadline_s: float
+    ) -> ShardLease:
+        """The lease that a worker need not wait for, by `deadline_s` of the clock at the latest."""
+        is_late = False
+        while True:
+            changed = self._changed
+            lease = self._cluster.lease_data_shards(session, request, clock.now_s()).reply
+            self._publication.decided((), is_news=False)
+            if lease.ends_pass:
+                self._wake()  # those who wait for its last shards
+            self._metrics.data_shards.labels(event="done").inc(lease.reported_count)
+            self._metrics.data_shards.labels(event="issued").inc(lease.issued_count)
+            if not lease.waits_for:
+                return lease
+            if is_late:
+                raise WaitExpired(lease.waits_for)
+            is_late = not await self._changes_by(changed, deadline_s, lease.waits_for)
+
+    async def _changes_by(self, changed: asyncio.Event, deadline_s: float, reason: str) -> bool:
+        """Wait for the next view, for `reason`; False if `deadline_s` comes first. Draining if the
+        scheduler stops.
+        """
+        if self._is_closed:
+            raise Draining(f"{_STOPPING}; {reason}")
+        try:
+            async with asyncio.timeout(deadline_s - clock.now_s()):
+                await changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
     async def _created(self, request: pb.CreateTableRequest, deadline_s: float) -> Created:
         """The created table, by `deadline_s` of the clock at the latest."""
         session = self._caller(request.session, "CreateTable")
@@ -488,18 +534,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 return outcome
             if is_late:
                 raise WaitExpired(outcome.reason)
-            if self._is_closed:
-                raise Draining(f"{_STOPPING}; {outcome.reason}")
             if not is_told:
                 logs.info(
                     "table_waits", table=spec.name, node_id=session.node_id, reason=outcome.reason
                 )
                 is_told = True
-            try:
-                async with asyncio.timeout(deadline_s - clock.now_s()):
-                    await changed.wait()
-            except TimeoutError:
-                is_late = True  # the last answer says when the missing servers were last heard
+            # The last answer says when the missing servers were last heard.
+            is_late = not await self._changes_by(changed, deadline_s, outcome.reason)
 
     async def _committed(
         self, session: Session, request: pb.SetConsistencyRequest, deadline_s: float
@@ -557,6 +598,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             log_transition(transition)
             if isinstance(transition, RangesFailedOver):
                 self._metrics.failovers.inc(len(transition.range_ids))
+            if isinstance(transition, DataShardsReturned):
+                self._metrics.data_shards.labels(event="returned").inc(transition.shard_count)
             self.checkpointing.published(transition, clock.now_s())
         self._view_message = wire.view_to_proto(view)
         self._run_messages: dict[str, types_pb2.ClusterView] = {}

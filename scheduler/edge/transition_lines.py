@@ -13,6 +13,7 @@ from scheduler.machine.checkpoint_state import (
     CheckpointMade,
     CheckpointWritten,
 )
+from scheduler.machine.data_shards import DataShardsReturned
 from scheduler.machine.state import (
     BackupsSet,
     ChangeCommitted,
@@ -53,15 +54,7 @@ def log_transition(transition: Transition) -> None:
         case WorkerGone(node):
             logs.warning("worker_gone", reason=node.gone_words, **_named(node))
         case TableCreated(table):
-            logs.info(
-                "table_created",
-                table=table.title,
-                table_id=table.table_id,
-                elements=table.spec.element_count,
-                blocks=table.block_count,
-                optimizer=table.spec.optimizer.label,
-                consistency=str(table.spec.consistency),
-            )
+            _log_table(table)
         case RangesPlaced(counts):
             logs.info("ranges_placed", ranges_by_node=_shares(counts))
         case RangesFailedOver(lost, range_ids, counts):
@@ -106,8 +99,23 @@ def log_transition(transition: Transition) -> None:
             logs.info("run_ended", run=run.name, reason="an operator ended it")
         case RunRemoved(run, table_count, byte_count):
             logs.info("run_removed", run=run.name, tables=table_count, bytes=byte_count)
+        case DataShardsReturned(worker, name, number, count):
+            what = {"data_set": name, "pass_number": number, "shards": count}
+            logs.warning("data_shards_returned", **what, **_named(worker))
         case ClusterFinished():
             logs.info("cluster_finished", reason="all workers have left or are gone")
+
+
+def _log_table(table: Table) -> None:
+    logs.info(
+        "table_created",
+        table=table.title,
+        table_id=table.table_id,
+        elements=table.spec.element_count,
+        blocks=table.block_count,
+        optimizer=table.spec.optimizer.label,
+        consistency=str(table.spec.consistency),
+    )
 
 
 def _log_backups(transition: BackupsSet) -> None:

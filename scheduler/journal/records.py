@@ -6,6 +6,7 @@
     member/N       a node and its registration        left_part/R    what a worker left behind
     table/N        a table without its description    spec/N         its description, written once
     range/N        a range's configuration         course/N       how a bound came to move
+    data_set/N     a data set, and its present pass
 
 Rules:
     - Fields that other records imply (`_DERIVED`) are not written. Nor is the state that ends with
@@ -39,6 +40,7 @@ from scheduler.machine import placement, server_memory, view_size
 from scheduler.machine.adaptation import CourseRecord
 from scheduler.machine.changes import joins_due_of
 from scheduler.machine.checkpoint_state import Attempt, LeftPart
+from scheduler.machine.data_shards import DataSet
 from scheduler.machine.state import (
     ClusterSettings,
     ClusterState,
@@ -49,7 +51,9 @@ from scheduler.machine.state import (
 
 FORMAT = 1  # raised when older code would misread the records
 
-_KEYED = frozenset({"members", "tables", "ranges", "left_parts", "change_counts", "courses"})
+_KEYED = frozenset({
+    "members", "tables", "ranges", "left_parts", "change_counts", "courses", "data_sets",
+})  # fmt: skip
 _DERIVED = frozenset({
     "node_of_registration", "range_bytes", "range_memory_bytes", "proposals", "withdrawals",
     "joins_due", "counted_joins", "view_bytes", "checkpoint",
@@ -98,6 +102,7 @@ class Differences:
             "range": dict(enumerate(state.ranges)),
             "left_part": state.left_parts,
             "course": state.courses,
+            "data_set": dict(enumerate(state.data_sets.values())),
         }
         values: dict[str, Any] = {} if self._written else {"format": {"format": FORMAT}}
         removed: list[str] = []
@@ -204,6 +209,9 @@ def _read(records: Mapping[str, bytes]) -> JournaledCluster:
         state.left_parts[rank] = from_json(LeftPart, body)
     for table_id, body in _numbered(bodies, "course"):
         state.courses[TableId(table_id)] = from_json(CourseRecord, body)
+    for _, body in _numbered(bodies, "data_set"):
+        data_set = from_json(DataSet, body)
+        state.data_sets[data_set.run, data_set.spec.name] = data_set
     _read_ranges(bodies, settings, state)
     _read_tables(bodies, state)
     _derive(state, settings)

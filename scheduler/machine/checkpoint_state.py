@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ps_core.cluster_view import Node
 from ps_core.keys import NodeId, TableId
-from ps_core.manifest import PartReport
+from ps_core.manifest import PartReport, SavedDataSet
 from ps_core.tables.table import Table
 
 
@@ -39,6 +39,7 @@ class Attempt:
         servers: servers with a shard of these tables.
         staying: workers whose scripts wait for it, and their clocks.
         left: parts of workers that have left, by rank, valid at this cut.
+        data_sets: those of the run, as of the moment of the cut.
     """
 
     number: int
@@ -55,6 +56,7 @@ class Attempt:
     parts: dict[NodeId, PartReport] = field(default_factory=dict)
     staying: dict[NodeId, Mapping[TableId, int]] = field(default_factory=dict)
     left: dict[int, PartReport] = field(default_factory=dict)
+    data_sets: tuple[SavedDataSet, ...] = ()
     is_cut: bool = False
     is_written: bool = False
 

@@ -17,6 +17,8 @@ Rules:
       have their state there.
     - A worker that has left takes no more steps, so the state that it wrote when it left is valid
       at every cut from its last step on. An earlier cut has no state of it.
+    - Shards of data sets that were reported before the cut are done in it: their workers had sealed
+      the steps, so none of these is after the cut (DS-3).
     - A worker's next clock is a guess while its script is in a step. A script that waits for the
       checkpoint takes no step. If every script waits before the step of a cut, no worker will take
       that step, and the checkpoint is begun again at the steps where the workers are.
@@ -328,6 +330,8 @@ class CheckpointAttempts:
             named = (place.clocks.get(table_id, 0) for place in attempt.workers.values())
             cut = TableCut(attempt.number, max(clock or 0, *named, 0))
             attempt.cuts[table_id] = self._changes.commit_cut(table_id, cut)
+        data_sets = self._state.data_sets.values()
+        attempt.data_sets = tuple(each.saved() for each in data_sets if each.run == UNNAMED)
         attempt.is_cut = True
         attempt.servers = frozenset(
             primary

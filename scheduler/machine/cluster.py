@@ -1,8 +1,8 @@
 """The scheduler's machine: every event that reaches a cluster, and its effects on the state.
 
 A machine of its own decides about each part of the state: `membership`, `tables` (and the primaries
-of their ranges), `configurations` (backups and failover), `changes` (of tables under training) and
-`checkpoints`.
+of their ranges), `configurations` (backups and failover), `changes` (of tables under training),
+`checkpoints` and `data_shards`.
 
 Rules:
     - Every event is a method: it takes the event and `now_s`, changes the state or raises, and
@@ -23,7 +23,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -42,6 +42,7 @@ from scheduler.machine.changes import ChangeRequest, PendingProposal, TableChang
 from scheduler.machine.checkpoint_state import WorkerClocks
 from scheduler.machine.checkpoints import CheckpointAttempts
 from scheduler.machine.configurations import Configurations
+from scheduler.machine.data_shards import DataSet, DataShards, ShardLease, ShardRequest
 from scheduler.machine.departures import Departures
 from scheduler.machine.membership import OPERATOR, Membership
 from scheduler.machine.state import (
@@ -107,6 +108,11 @@ class Cluster:
         self._departures = Departures(settings, self._state, self._configurations)
         self.checkpoints = CheckpointAttempts(settings, self._state, self.changes, describe)
         self._tables = TableCatalogue(settings, self._state, describe, self._configurations)
+        members = self._state.members
+        self._data_shards = DataShards(
+            self._state.data_sets,
+            lambda node_id, now_s: describe(members[node_id].node, now_s),
+        )
         self._view: ClusterView | None = None
 
     @classmethod
@@ -317,6 +323,7 @@ class Cluster:
             )
         tables = self._state.tables_of(name)
         byte_count = sum(self._tables.remove(table) for table in tables)
+        self._data_shards.remove(name)
         left = self.members.remove_run(name)
         removed = RunRemoved(self._state.runs[name], len(tables), byte_count)
         return Decision(removed, self._changed(*left, removed))
@@ -408,6 +415,21 @@ class Cluster:
         transitions += self.checkpoints.look()
         return Decision(None, self._changed(*transitions))
 
+    # --- data sets
+
+    @property
+    def data_sets(self) -> Collection[DataSet]:
+        return self._state.data_sets.values()
+
+    def lease_data_shards(
+        self, session: Session, request: ShardRequest, now_s: float
+    ) -> Decision[ShardLease]:
+        """A worker reports shards that are done, and leases others. It waits if the lease has
+        `waits_for`: a view may bring shards, or another lease end the pass.
+        """
+        node = self.caller(session, "LeaseDataShards")
+        return Decision(self._data_shards.lease(node, request, now_s))
+
     # --- checkpoints
 
     def begin_checkpoint(self, reason: str, now_s: float) -> Decision[PendingProposal]:
@@ -489,6 +511,7 @@ class Cluster:
             if isinstance(transition, NodeLeft | WorkerGone):
                 self.changes.ended(transition.node)
                 self._departures.ended(transition.node.node_id)
+                further += self._data_shards.ended(transition.node)
                 further += self.checkpoints.ended(transition.node)
             elif isinstance(transition, RangesFailedOver):
                 # The blocks of the old primaries cannot be written.

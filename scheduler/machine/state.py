@@ -18,7 +18,7 @@ from ps_core.cluster_view import Node, NodeState, RangeAssignment, Role
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidConfig
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
-from ps_core.manifest import Imported
+from ps_core.manifest import Imported, SavedDataSet
 from ps_core.runs import Run
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
@@ -33,6 +33,7 @@ from scheduler.machine.checkpoint_state import (
     CheckpointWritten,
     LeftPart,
 )
+from scheduler.machine.data_shards import DataSet, DataShardsReturned
 
 Counts = tuple[tuple[NodeId, int], ...]  # range counts by node id
 
@@ -59,6 +60,7 @@ class Restored:
     tables: Mapping[str, RestoredTable]
     imported: Imported | None = None
     lineage: tuple[bytes, ...] = ()
+    data_sets: tuple[SavedDataSet, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +235,10 @@ class Proposal:
 
 @dataclass(slots=True)
 class ClusterState:
-    """Membership, tables and ownership. Dictionaries are in order of creation; `tables` are by run
-    and name, and `runs` are those with a name. `range_bytes` (of parameters), `range_memory_bytes`
-    (that each holder may need) and `view_bytes` (of nodes and tables) are running sums, so that an
-    event costs only what it adds.
+    """Membership, tables, ownership and data sets. Dictionaries are in order of creation; `tables`
+    and `data_sets` are by run and name, and `runs` are those with a name. `range_bytes` (of
+    parameters), `range_memory_bytes` (that each holder may need) and `view_bytes` (of nodes and
+    tables) are running sums, so that an event costs only what it adds.
     """
 
     next_incarnation: Incarnation
@@ -266,6 +268,7 @@ class ClusterState:
     checkpoints_since_full: int = 0  # complete ones, the full one included
     left_parts: dict[int, LeftPart] = field(default_factory=dict)  # by rank
     courses: dict[TableId, CourseRecord] = field(default_factory=dict)  # of adaptive bounds
+    data_sets: dict[tuple[str, str], DataSet] = field(default_factory=dict)
     checkpoint_ends: dict[int, str] = field(default_factory=dict)  # reason of failure, or empty
     checkpoint_again: dict[int, int] = field(default_factory=dict)  # number of the second attempt
 
@@ -275,11 +278,13 @@ class ClusterState:
             RangeAssignment(RangeId(index), slots, AssignmentEpoch(1), None)
             for index, slots in enumerate(key_ranges(settings.range_count))
         ]
+        saved = () if settings.restored is None else settings.restored.data_sets
         return cls(
             next_incarnation=settings.first_incarnation,
             ranges=ranges,
             next_node_id=settings.first_node_id,
             checkpoint_count=settings.checkpoint_count,
+            data_sets={("", each.spec.name): DataSet.restored(each) for each in saved},
         )
 
     @property
@@ -522,5 +527,6 @@ Transition = (
     | RunBegun
     | RunEnded
     | RunRemoved
+    | DataShardsReturned
     | ClusterFinished
 )

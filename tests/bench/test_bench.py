@@ -311,3 +311,13 @@ def test_sessions_stand_beside_two_workers(tmp_path: Path) -> None:
             crowd["server_thread_count"] - pair["server_thread_count"] == compared["threads_more"]
         )
         assert compared["threads_more"] < 6, "a thread for each session"
+
+
+def test_a_pass_by_shards_is_shorter_than_on_fixed_shares(tmp_path: Path) -> None:
+    document = bench("shards", cwd=tmp_path)
+    fixed, shards = document["rows"]
+    assert (fixed["data"], shards["data"]) == ("fixed", "shards")
+    assert shards["over_fixed"] == pytest.approx(shards["pass_s"] / fixed["pass_s"], rel=0.01)
+    assert shards["over_fixed"] <= 0.65
+    assert shards["slow_worker_steps"] < fixed["slow_worker_steps"]
+    assert shards["pass_s"] > document["ceilings"]["even_pass_s"]

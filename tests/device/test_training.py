@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import ps_worker as ps
+from ps_worker.training.optimizer_state import InnerStepsState
 from ps_worker.training.tables.step_scale import StepScale
 from tests import fake_accelerator
 from tests.device.training_pairs import (
@@ -68,6 +70,33 @@ def test_sgd_gives_the_bits_that_it_gives_on_the_cpu(
             model(x.to(next(model.parameters()).device)).backward()
             optimizer.step()
         pair.check_bits(step)
+
+
+def test_outer_steps_give_the_bits_that_they_give_on_the_cpu(
+    client: ps.Client, device: torch.device, name: str
+) -> None:
+    """Also if what inner steps have done there is saved, overwritten and loaded."""
+    outer = ps.Outer(partial(torch.optim.SGD, lr=0.5), inner_steps=2, lr=0.5, momentum=0.5)
+    models = [seeded(partial(Counting, 12, (3, 20))).to(each) for each in (device, CPU)]
+    optimizers = [
+        ps.DistributedOptimizer(client, model, outer, name=f"{name}-{number}")
+        for number, model in enumerate(models)
+    ]
+    state = InnerStepsState(optimizers[0].trained_model, None)
+    for step, x in enumerate(whole_numbers(7, 12)):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x.to(next(model.parameters()).device)).backward()
+            optimizer.step()
+        if step == 4:
+            saved = copy.deepcopy(state.state_dict())
+            with torch.no_grad():
+                for parameter in models[0].parameters():
+                    parameter.zero_()
+            state.load_state_dict(saved)
+        on_cpu = values(models[1])
+        for key, mine in values(models[0]).items():
+            assert torch.equal(mine.cpu(), on_cpu[key]), f"{step=} {key}"
 
 
 @pytest.mark.parametrize(

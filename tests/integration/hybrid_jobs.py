@@ -306,6 +306,12 @@ def refuse(client: ps.Client) -> list[str]:
             server_optimizer=ps.SGD(),
         ),
         lambda: make(model, local_optimizer(model.parameters()), served=[model.never]),
+        lambda: make(
+            model,
+            local_optimizer([model.head.weight]),
+            served=[model.never],
+            server_optimizer=ps.Outer(local_optimizer, inner_steps=2),
+        ),
         lambda: make(model, local_optimizer(model.parameters()), buffers="mean"),
         lambda: make(model, ps.SGD(lr=0.1)),
         lambda: make(model, local_optimizer(other_order)),

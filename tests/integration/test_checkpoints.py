@@ -38,11 +38,15 @@ def trained_models(root: Path, recipe: Recipe, workers: int = 2) -> list[Any]:
 @pytest.mark.timeout(180)  # four clusters, one after the other
 @pytest.mark.parametrize(
     "options",
-    [{}, pytest.param({"push_codec": "int8", "pull_codec": "bf16"}, marks=pytest.mark.slow)],
-    ids=["whole", "int8"],
+    [
+        {},
+        pytest.param({"push_codec": "int8", "pull_codec": "bf16"}, marks=pytest.mark.slow),
+        pytest.param({"push_codec": "topk:0.1:6", "pull_codec": "bf16"}, marks=pytest.mark.slow),
+    ],
+    ids=["whole", "int8", "topk"],
 )
 def test_bsp_goes_on_bit_for_bit_on_other_servers(tmp_path: Path, options: dict[str, Any]) -> None:
-    """With int8, rounding errors that are to be pushed later are in the workers' own states."""
+    """With a codec, what is to be pushed later is in the workers' own states."""
     check_bsp_goes_on(tmp_path, amsgrad, "shm", options)
 
 

@@ -161,6 +161,20 @@ def test_a_hundredth_of_the_elements_goes_and_all_else_comes_later(
         assert np.count_nonzero(values) <= 12 * SIZE * 0.0101
 
 
+def test_a_block_that_falls_back_to_a_denser_codec_is_told_of_once(
+    pairs: dict[str, list[ps.Client]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One element has nearly all of each block's gradient, of which a sign says little."""
+    client, steep = pairs["grpc"][0], np.zeros(SIZE, np.float32)
+    steep[::BLOCK] = 1.0
+    (table,) = created([client], push_codec="sign")
+    for _ in range(100):
+        values = client.push_pull(table, steep)
+    assert caplog.text.count("residual_outgrew_gradients") == 1
+    np.testing.assert_allclose(values - left_of(table), -100 * steep, atol=0.01)
+    assert np.abs(left_of(table)).max() < 20
+
+
 def test_a_gradient_that_is_not_finite_is_refused_as_any_and_leaves_nothing(
     pairs: dict[str, list[ps.Client]],
 ) -> None:

@@ -1,4 +1,4 @@
-"""EVALUATION.md, GPU.md and EMBEDDINGS.md: their scripts run, and print what the pages promise."""
+"""Pages of docs/guides: their scripts run, and print what the pages promise."""
 
 from __future__ import annotations
 
@@ -82,6 +82,19 @@ def test_the_script_for_codecs_learns_with_fewer_bytes(tmp_path: Path) -> None:
     assert [each / pulled[0] for each in pulled] == pytest.approx(
         [1.0, 0.5, 0.5, 0.5, 0.5], abs=0.01
     )
+
+
+def test_the_script_for_outer_steps_learns_with_fewer_steps_on_the_network(tmp_path: Path) -> None:
+    page = PageFolder("guides/DILOCO.md", tmp_path)
+    page.save("train.py")
+    (train,) = page.commands()
+    printed = page.type(train)
+    assert not differences(page.blocks("text")[0], printed), printed
+    found = re.findall(r"each (\w+): loss (\d\.\d+), (\S+) MB pushed", printed)
+    losses, pushed = ([float(line[at]) for line in found] for at in (1, 2))
+    assert [line[0] for line in found] == ["step", "20th"]
+    assert max(losses) < 0.2
+    assert pushed[1] / pushed[0] == pytest.approx(1 / 20, rel=0.02)
 
 
 @pytest.mark.thorough

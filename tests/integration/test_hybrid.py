@@ -154,10 +154,11 @@ def test_parameters_may_go_through_the_servers(workers: Workers) -> None:
 
 def test_what_is_wrong_is_refused(workers: Workers) -> None:
     for said in workers.run(jobs.refuse):
-        nothing, both, alone, buffers, wrong, differing = said
+        nothing, both, alone, seldom, buffers, wrong, differing = said
         assert "nothing for the servers" in nothing
         assert "parameters of served are optimizer's, too: head.weight, head.bias" in both
         assert "give both or neither" in alone
+        assert "server_optimizer is Outer, which leaves out the servers in most steps" in seldom
         assert "no buffers=" in buffers
         assert "optimizer is SGD; expected one of torch's" in wrong
         assert differing == (

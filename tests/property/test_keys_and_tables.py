@@ -156,7 +156,11 @@ def test_a_vector_of_another_order_is_read_as_people_write_it(kind: Codec) -> No
     assert codec.decode(codec.encode(values.T, kind), kind).tolist() == [0, 3, 1, 4, 2, 5]
 
 
-@given(st.integers(0, 100), st.integers(0, 100), st.sampled_from(list(Codec)))
+@given(
+    st.integers(0, 100),
+    st.integers(0, 100),
+    st.sampled_from([kind for kind in Codec if kind is not Codec.SPARSE]),
+)
 def test_a_length_that_lies_is_refused(elements: int, extra: int, kind: Codec) -> None:
     size = kind.payload_bytes(elements)
     check_length(size, kind, elements)

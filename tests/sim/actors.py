@@ -355,6 +355,10 @@ class SimWorker:
         for effect in effects:
             if isinstance(effect, StepEnded):
                 self._step_ended(effect)
+            elif isinstance(effect, StepRefused) and isinstance(effect.error, Fenced):
+                self._check_ended(effect)
+                self.told_fenced(effect.error)
+                return
             elif isinstance(effect, StepRefused):
                 self.step_refused(effect)
             elif isinstance(effect, SendPush):
@@ -368,6 +372,12 @@ class SimWorker:
                 place = self.layout.place(effect.key.table_id, effect.key.range_id)
                 event = WithdrawEvent(place, self._sender, effect.key.sequence)
                 self._carry(effect.server, event)
+
+    def _check_ended(self, effect: StepRefused) -> None:
+        """S6: a seal is withdrawn where its worker's membership has ended, and nowhere else."""
+        machines = [server.machine for server in self.cluster.values()]
+        is_ended = any(self.incarnation in machine._ended for machine in machines)
+        assert is_ended, f"S6: worker {self.rank} is a member: {effect}"
 
     def step_refused(self, effect: StepRefused) -> None:
         """No step is, where all do as they should."""

@@ -31,6 +31,7 @@ from tests.sim.test_runs_beside import (
 )
 from tests.sim.test_scheduler_away import AwaySimulation
 from tests.sim.test_scheduler_restarts import RestartSimulation
+from tests.sim.test_shared_data import ShardRestoreSimulation, ShardSimulation
 from tests.sim.test_simulation import Simulation
 from tests.sim.test_two_lost import TwoLostSimulation
 
@@ -63,6 +64,8 @@ KINDS: dict[str, type[Simulation]] = {
     "departures-replacements": DepartureReplacementSimulation,
     "departures-restores": DepartureRestoreSimulation,
     "starts-restores": KeptRestoreSimulation,
+    "shards": ShardSimulation,
+    "shards-restores": ShardRestoreSimulation,
 }
 
 SHARES = {
@@ -94,5 +97,7 @@ SHARES = {
     "departures-replacements": 10,
     "departures-restores": 10,
     "starts-restores": 10,
+    "shards": 4,
+    "shards-restores": 10,
 }
 """Every how many-th seed of `make sim` is run: what servers do is what takes most finding."""

@@ -15,6 +15,7 @@ from tests.sim.replication_mutants import REPLICATION_MUTANTS
 from tests.sim.restore_mutants import RESTORE_MUTANTS
 from tests.sim.row_mutants import ROW_MUTANTS
 from tests.sim.run_separation_mutants import RUN_SEPARATION_MUTANTS
+from tests.sim.shard_mutants import SHARD_MUTANTS
 from tests.sim.work_mutants import WORK_MUTANTS
 
 _STEPS = ("steps", "changes")
@@ -409,4 +410,5 @@ MUTANTS = (
     + JOURNAL_MUTANTS
     + RUN_SEPARATION_MUTANTS
     + ROW_MUTANTS
+    + SHARD_MUTANTS
 )

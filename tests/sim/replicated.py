@@ -316,7 +316,7 @@ class ReplicatedServer(SimServer):
             self.world.after(TICK_S, self._tick)
             return
         self._watch_waits()
-        self.watch.looks(self, self.world.now_s)
+        self.watch.looks(self)
         self._keep_up(self.now_s)
         super()._tick()
         self.world.counts["ticks of servers"] += 1

@@ -12,7 +12,8 @@ Oracles:
           or waits no more, since it knows that another is.
     COPY  Who acknowledges a record has what its primary had decided by then, in a record or not.
     HEARD A backup that knows the newest view, and to which a stream lasts, has within a lease what
-          was decided: what it could not take when it came is sent again.
+          was decided: what it could not take when it came is sent again. While its primary is
+          paused, that sends nothing, and no time counts.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_server.ranges.range_copy import RangeFacts, facts_of
 from ps_server.ranges.server_machine import PreparedChange
+from tests.sim.server import TICK_S
 
 if TYPE_CHECKING:
     from tests.sim.replicated import ReplicatedServer
@@ -85,7 +87,6 @@ class Watch:
         self._decided: dict[Place, list[_Decided]] = {}  # of the newest term, by number
         self._without: set[tuple[NodeId, RangeId]] = set()
         self._lacks: dict[tuple[NodeId, NodeId, RangeId], tuple[int, float]] = {}
-        self._looked_s: dict[NodeId, float] = {}
 
     def begins(self, server: ReplicatedServer, range_id: RangeId) -> None:
         """The server serves the range from now on."""
@@ -214,14 +215,8 @@ class Watch:
                     f"lives and has {has} of it; {self._seen[range_id]} was seen"
                 )
 
-    def looks(self, server: ReplicatedServer, now_s: float) -> None:
-        """The server looks after its backups, several times a lease; one that was paused itself has
-        sent nothing meanwhile.
-        """
-        if now_s - self._looked_s.get(server.node_id, now_s) > self._lease_s:
-            for key in [key for key in self._lacks if key[0] == server.node_id]:
-                del self._lacks[key]
-        self._looked_s[server.node_id] = now_s
+    def looks(self, server: ReplicatedServer) -> None:
+        """The server looks after its backups, as at each tick while it is not paused."""
         for range_id, primary in server.replication.primaries.items():
             log = primary.log
             for peer in log.backups:
@@ -231,11 +226,11 @@ class Watch:
                 is_behind = number < log.number and peer not in log.candidates
                 if not is_behind or not self._may_hear(server, peer, range_id):
                     continue
-                since_s = now_s if before is None or before[0] != number else before[1]
-                self._lacks[key] = number, since_s
-                assert now_s - since_s < self._lease_s * _HEARD_LEASES, (
+                for_s = 0.0 if before is None or before[0] != number else before[1] + TICK_S
+                self._lacks[key] = number, for_s
+                assert for_s < self._lease_s * _HEARD_LEASES, (
                     f"HEARD: {peer} has range {range_id} of {server.node_id} up to record {number} "
-                    f"of {log.number} since {now_s - since_s:.1f} s, and nothing is in its way"
+                    f"of {log.number} for {for_s:.1f} s, and nothing is in its way"
                 )
 
     def _check_counts(self, server: ReplicatedServer, peer: NodeId, range_id: RangeId) -> None:
@@ -327,7 +322,8 @@ class Watch:
     def have_taken(
         self, server: ReplicatedServer, table_id: TableId, range_id: RangeId, number: int
     ) -> bool:
-        """Whether all that could be primary of the range know that it took the change.
+        """Whether all that could go on with the range know that it took the change: who has lost
+        track of it could not.
 
         A later one says nothing of it: a server that was deposed may have taken by itself what the
         next primary gave up. Where it was taken, the scheduler said so before it proposed another.
@@ -335,6 +331,8 @@ class Watch:
         assignment = self._view().ranges[range_id]
         for node_id in {assignment.primary, *assignment.backups} - {server.node_id, None}:
             assert node_id is not None
+            if self._is_without(node_id, range_id):
+                continue
             facts = self._facts(self._servers[node_id], (table_id, range_id))
             if facts is None or facts.taken[0] != number:
                 return False

@@ -20,6 +20,7 @@ from ps_core.change import TableCut
 from ps_core.cluster_view import ClusterView, Role, Session
 from ps_core.errors import Fenced, ForeignCluster, NotOwner, PushpullError
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
+from ps_core.manifest import SavedDataSet
 from ps_core.work import Work
 from ps_runtime.cluster import wire
 from ps_server.checkpoint.restored_ranges import Key, RestoredRanges
@@ -27,7 +28,7 @@ from ps_server.ranges.events import AnswerPull, EntryEvent, PullEvent, RefusePul
 from ps_server.ranges.schedule import CutId
 from ps_server.replication.messages import Ack, Grant
 from ps_server.service.node import Sessions
-from scheduler.machine.checkpoint_state import CheckpointMade
+from scheduler.machine.checkpoint_state import CheckpointMade, CheckpointWritten
 from scheduler.machine.state import Restored, RestoredTable, Transition
 from tests.sim.arithmetic import BlockState
 from tests.sim.checkpointing import Captured, Checkpointer
@@ -88,11 +89,14 @@ class Saver(Checkpointer):
         self._timeline = simulation
         self._blocks: dict[int, dict[tuple[str, int], SavedBlock]] = {}
         self._tables: dict[int, dict[str, RestoredTable]] = {}
+        self._data_sets: dict[int, tuple[SavedDataSet, ...]] = {}
         self.complete: list[Saved] = []
 
     def happened(self, transition: Transition) -> None:
         """Something changed."""
         super().happened(transition)
+        if isinstance(transition, CheckpointWritten):
+            self._data_sets[transition.attempt.number] = transition.attempt.data_sets
         if isinstance(transition, CheckpointMade):
             self.complete.append(self._made(transition.number))
 
@@ -112,8 +116,9 @@ class Saver(Checkpointer):
     def _made(self, number: int) -> Saved:
         if number not in self._tables:  # it is told at once
             self.decided(number)
-        tables = self._tables.pop(number)
-        return Saved(number, Restored(f"sim/{number}", tables), self._blocks[number])
+        tables, data_sets = self._tables.pop(number), self._data_sets.pop(number)
+        restored = Restored(f"sim/{number}", tables, data_sets=data_sets)
+        return Saved(number, restored, self._blocks[number])
 
     def _answered(
         self, server: SimServer, part: Captured, cut: TableCut, effect: AnswerPull | RefusePull

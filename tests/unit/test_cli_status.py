@@ -352,3 +352,29 @@ def test_values_that_another_clusters_server_keeps_have_a_row_with_the_remedy() 
     assert status_document(response, {})["kept_values"] == [
         {"address": "h:7", "cluster_id": "c0", "file": kept.file, "last_heard_s": 1.5}
     ]
+
+
+def test_each_data_set_has_a_line_about_its_present_pass() -> None:
+    response = cluster()
+    assert status_document(response, {})["data_sets"] == []
+    data_set = scheduler_pb2.DataSet(name="train", sample_count=100, shard_size=20, seed=7)
+    told = response.data_sets.add(
+        data_set=data_set, pass_number=3, shard_count=5, done_count=2, leased_count=1
+    )
+    assert "data 'train': pass 3, 2 of 5 shards done, 1 leased\n" in shown(response)
+    told.run, told.reissued_count = "nightly", 4
+    line = "data 'train' of run 'nightly': pass 3, 2 of 5 shards done, 1 leased, 4 issued again\n"
+    assert line in shown(response)
+    assert status_document(response, {})["data_sets"] == [
+        {
+            "name": "train",
+            "run": "nightly",
+            "sample_count": 100,
+            "shard_size": 20,
+            "pass_number": 3,
+            "shard_count": 5,
+            "done_count": 2,
+            "leased_count": 1,
+            "reissued_count": 4,
+        }
+    ]

@@ -13,7 +13,9 @@ import pytest
 
 from ps_core.errors import InvalidCheckpoint
 from ps_core.manifest import (
+    DataSetSpec,
     Manifest,
+    SavedDataSet,
     SavedPart,
     SavedTable,
     SavedWorker,
@@ -46,6 +48,10 @@ MANIFEST = Manifest(
     ),
     bases=("00000010-3fa9c1d2", "00000011-3fa9c1d2"),
     lineage=(b"before" * 2, b"first"),
+    data_sets=(
+        SavedDataSet(DataSetSpec("train", 10, 4, 17), 3, 2, (2,), 5),
+        SavedDataSet(DataSetSpec("held", 10, 4, 0), 0, 3, (0, 1, 2), 3),
+    ),
 )
 
 
@@ -66,9 +72,23 @@ def test_its_checksum_is_as_the_page_says() -> None:
 
 def test_one_of_the_first_version_has_no_lineage() -> None:
     document = json.loads(to_json(MANIFEST))
-    del document["lineage"]
+    del document["lineage"], document["data_sets"]
     document["version"] = 1
-    assert from_json(sealed(document), "here") == replace(MANIFEST, lineage=())
+    assert from_json(sealed(document), "here") == replace(MANIFEST, lineage=(), data_sets=())
+
+
+def test_one_of_the_second_version_has_no_data_sets() -> None:
+    document = json.loads(to_json(MANIFEST))
+    del document["data_sets"]
+    document["version"] = 2
+    assert from_json(sealed(document), "here") == replace(MANIFEST, data_sets=())
+
+
+def test_a_data_set_is_cut_into_shards_of_which_the_last_may_be_smaller() -> None:
+    spec = DataSetSpec("data", 10, 4, 0)
+    assert spec.shard_count == 3
+    assert [spec.samples(n) for n in range(3)] == [range(4), range(4, 8), range(8, 10)]
+    assert DataSetSpec("data", 8, 4, 0).shard_count == 2
 
 
 def test_a_run_is_its_timeline_and_those_before() -> None:
@@ -101,8 +121,19 @@ Change = Callable[[dict[str, Any]], object]
 
 WRONG: list[tuple[Change, str]] = [
     (lambda d: d.update(format="zip"), "here: format is 'zip'; expected 'pushpull-checkpoint'"),
-    (lambda d: d.update(version=3), "version is 3; expected at most 2: a newer pushpull"),
+    (lambda d: d.update(version=4), "version is 4; expected at most 3: a newer pushpull"),
     (lambda d: d.update(version=1), "there is a field 'lineage'; expected none of that name"),
+    (lambda d: d.update(version=2), "there is a field 'data_sets'; expected none of that name"),
+    (lambda d: d["data_sets"].append(d["data_sets"][0]), "two data sets are named 'train'"),
+    (lambda d: d["data_sets"][0].update(sample_count=0), "sample_count is 0; expected at least 1"),
+    (lambda d: d["data_sets"][0].update(shard_size=0), "shard_size is 0; expected at least 1"),
+    (lambda d: d["data_sets"][0].update(issued_count=4), "issued_count is 4; expected at most its"),
+    (lambda d: d["data_sets"][0].update(open_shards=[0, 3]), "open_shards is .*; expected some of"),
+    (lambda d: d["data_sets"][0].update(open_shards=[1, 1]), "open_shards is .*each once"),
+    (lambda d: d["data_sets"][0].update(open_shards=[0, 1, 2]), "expected some of 2 issued shards"),
+    (lambda d: d["data_sets"][0].update(open_shards=[-1]), "open_shards is .-1.; expected some"),
+    (lambda d: d["data_sets"][0].update(open_shards=[True]), "open_shards is .True.; expected"),
+    (lambda d: d["data_sets"][0].pop("seed"), "seed is missing; expected an integer"),
     (lambda d: d.pop("lineage"), "lineage is missing; expected a list"),
     (lambda d: d.update(lineage=["xy"]), "lineage is .*; expected timelines in hexadecimal digits"),
     (lambda d: d.update(lineage=[""]), "lineage is .*; expected timelines in hexadecimal digits"),

@@ -102,7 +102,7 @@ def test_a_server_that_may_have_lost_a_range_in_between_is_sent_what_it_had_rece
 
 BLOCKS = table([192])
 RECEIVED, COMMITTED = parameters_pb2.REPLY_KIND_RECEIVED, parameters_pb2.REPLY_KIND_COMMITTED
-APPLIED, WITHDRAWN = parameters_pb2.OUTCOME_APPLIED, parameters_pb2.OUTCOME_WITHDRAWN
+APPLIED, SKIPPED = parameters_pb2.OUTCOME_APPLIED, parameters_pb2.OUTCOME_SKIPPED
 
 
 class Driven:
@@ -265,7 +265,7 @@ def test_a_step_ends_with_the_squares_of_each_block() -> None:
     driven(scene)
 
 
-@pytest.mark.parametrize(("outcome", "applied"), [(APPLIED, True), (WITHDRAWN, False)])
+@pytest.mark.parametrize(("outcome", "applied"), [(APPLIED, True), (SKIPPED, False)])
 def test_a_step_has_the_staleness_of_its_entries(outcome: int, applied: bool) -> None:
     async def scene(on: Driven) -> None:
         future = on.open()
@@ -347,6 +347,16 @@ def test_a_seal_that_is_refused_for_good_stops_the_table_with_the_first_reason()
             assert isinstance(failure, InvalidConfig)
             assert failure.message == words
             assert {t: each.message for t, each in on.driver.refused.items()} == {1: "the first"}
+
+    driven(scene)
+
+
+def test_a_step_whose_seal_was_withdrawn_fails_and_ends_the_session() -> None:
+    async def scene(on: Driven) -> None:
+        future = await on.step()
+        await on.say(COMMITTED, 4, outcome=parameters_pb2.OUTCOME_WITHDRAWN)
+        assert isinstance(future.exception(timeout=0), Fenced)
+        assert [type(each) for each in on.ended] == [Fenced]
 
     driven(scene)
 

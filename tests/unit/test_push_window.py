@@ -6,6 +6,7 @@ import pytest
 
 from ps_core.errors import (
     Draining,
+    Fenced,
     InvalidConfig,
     InvalidKeys,
     InvalidTensor,
@@ -366,6 +367,18 @@ def test_a_refused_seal_is_told_at_once(window: PushWindow) -> None:
     problem = InvalidConfig("workers 0 and 1 disagree")
     (refused,) = _commit(window, _seal_key(0, 1), Outcome.INVALID, error=problem)
     assert refused == StepRefused(TABLE, 1, problem)
+
+
+def test_a_seal_that_is_withdrawn_says_that_the_membership_has_ended(window: PushWindow) -> None:
+    window.seal(TABLE, 1, PLACES, StepTerms())
+    window.poll(0.0)
+    assert _commit(window, _seal_key(0, 1)) == []
+    refused, ended = _commit(window, _seal_key(1, 1), Outcome.WITHDRAWN)
+    assert isinstance(refused, StepRefused)
+    assert isinstance(refused.error, Fenced)
+    assert "clock 1 of table 1 did not take effect in range 1" in str(refused.error)
+    assert isinstance(ended, StepEnded)
+    assert (ended.applied, ended.problems) == (False, ((None, refused.error),))
 
 
 def test_a_sealed_step_takes_no_more(window: PushWindow) -> None:

@@ -55,6 +55,7 @@ OPTIMIZERS = st.builds(
     centered=st.booleans(),
     maximize=st.booleans(),
     kernels=st.sampled_from(Kernels),
+    inner_steps=UINT32,
 )
 TENSORS = st.builds(
     TensorSpec,

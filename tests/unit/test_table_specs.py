@@ -366,6 +366,16 @@ def test_nesterov_needs_momentum_and_no_dampening(momentum: float, dampening: fl
     spec_of(optimizer=replace(asked, nesterov=False)).validated()
 
 
+def test_inner_steps_are_sgds_and_so_many_at_most() -> None:
+    most = limits.MAX_INNER_STEP_COUNT
+    spec = spec_of(optimizer=replace(SGD, inner_steps=most))
+    assert spec.validated().optimizer.inner_steps == most
+    more = replace(SGD, inner_steps=most + 1)
+    refuses(spec_of(optimizer=more), "sgd with inner_steps 1000001; expected 0 to 1,000,000 with")
+    adam = optimizer(OptimizerKind.ADAM, inner_steps=2)
+    refuses(spec_of(optimizer=adam), "adam with inner_steps 2; expected 0 to 1,000,000 with sgd, 0")
+
+
 # --- optimizers and consistency
 
 
@@ -386,6 +396,13 @@ def test_what_an_optimizer_takes(
         assert spec.validated().consistency == parsed(text)
     for text in refused:
         refuses(spec_of(optimizer=OptimizerSpec(kind), consistency=parsed(text)), "table 't': A")
+
+
+def test_a_push_of_inner_steps_is_not_compensated() -> None:
+    outer = replace(SGD, inner_steps=2)
+    spec_of(optimizer=outer, consistency=parsed("asp:divide")).validated()
+    compensated = spec_of(optimizer=outer, consistency=parsed("asp:compensate=1"))
+    refuses(compensated, "table 't': inner_steps is 2, so pushes are no gradients; expected no")
 
 
 def test_a_table_says_which_of_its_settings_is_wrong() -> None:

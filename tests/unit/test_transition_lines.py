@@ -1,4 +1,4 @@
-"""What the scheduler's log says of replicas: one line for each thing that happened to a server."""
+"""What the scheduler's log says of replicas and of data: one line for each thing that happened."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import pytest
 from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.keys import Incarnation, NodeId, RangeId
 from scheduler.edge.transition_lines import log_transition
+from scheduler.machine.data_shards import DataShardsReturned
 from scheduler.machine.state import BackupsSet, JoinersNamed, NodeLeft, RangesFailedOver, Transition
 
 ONE, TWO, THREE = NodeId(1), NodeId(2), NodeId(3)
 LOST = "event=ranges_failed_over"
+RETURNED = "event=data_shards_returned data_set=train"
 RANGES = tuple(map(RangeId, range(5)))
+WORKER = Node(THREE, Incarnation(8), Role.WORKER, 1, "", NodeState.GONE)
 
 
 def server(state: NodeState, silence_ms: int = 0) -> Node:
@@ -54,9 +57,13 @@ def server(state: NodeState, silence_ms: int = 0) -> Node:
             NodeLeft(server(NodeState.LEFT, 60_500), "given up"),
             ['WARNING event=node_left reason="given up" role=server node_id=2'],
         ),
+        (
+            DataShardsReturned(WORKER, "train", 3, 2),
+            [f"WARNING {RETURNED} pass_number=3 shards=2 role=worker node_id=3 rank=1"],
+        ),
     ],
 )
-def test_a_line_says_who_and_how_many_ranges(
+def test_a_line_says_who_and_how_many(
     transition: Transition, lines: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="pushpull"):

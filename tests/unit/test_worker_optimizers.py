@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from ps_worker.spec.optimizers import (
     AdamW,
     Aggregate,
     Custom,
+    Outer,
     RMSprop,
     ServerOptimizer,
 )
@@ -43,6 +45,8 @@ def test_defaults_are_those_of_torch(
     spec = ours().spec()
     assert dict(spec.hyperparameters) == HYPERPARAMETER_DEFAULTS[ours.kind]
 
+
+OUTER: dict[str, Any] = {"factory": torch.optim.SGD, "inner_steps": 2}
 
 BAD: list[tuple[type[ServerOptimizer], dict[str, Any], str]] = [
     (SGD, {"lr": -1.0}, "lr is -1.0"),
@@ -69,6 +73,11 @@ BAD: list[tuple[type[ServerOptimizer], dict[str, Any], str]] = [
     (FTRL, {"beta": "small"}, "expected a number"),
     (SGD, {"clamp": 0.5}, r"clamp is 0.5; expected \(least, greatest\)"),
     (Adam, {"clamp": (1.0, 0.5)}, "expected the least first"),
+    (Outer, {**OUTER, "inner_steps": 0}, "Outer: inner_steps is 0; expected a whole number from 1"),
+    (Outer, {**OUTER, "inner_steps": 1_000_001}, "is 1000001; expected .* to 1,000,000"),
+    (Outer, {**OUTER, "inner_steps": 2.5}, "inner_steps is 2.5"),
+    (Outer, {**OUTER, "lr": -0.7}, "Outer: lr is -0.7"),
+    (Outer, {**OUTER, "momentum": 0.0}, "nesterov needs momentum above 0"),
     (AdamW, {"clamp": (None, float("inf"))}, "clamp_max is inf; expected a finite number"),
 ]
 
@@ -154,3 +163,21 @@ def test_switches_are_for_good() -> None:
 
 def test_aggregate_has_no_numbers() -> None:
     assert Aggregate(torch.optim.SGD).spec().hyperparameters == ()
+
+
+def test_outer_is_sgd_to_the_servers() -> None:
+    outer = Outer(torch.optim.AdamW, inner_steps=50, nesterov=False)
+    spec = outer.spec(Kernels.EXACT)
+    sgd = SGD(lr=0.7, momentum=0.9).spec(Kernels.EXACT)
+    assert (spec.inner_steps, replace(spec, inner_steps=0)) == (50, sgd)
+    assert Outer(torch.optim.AdamW, inner_steps=50).spec().nesterov
+
+
+def test_a_group_of_the_inner_optimizer_may_say_the_outer_rate() -> None:
+    outer = Outer(torch.optim.AdamW, inner_steps=50)
+    own = outer.outer_hyperparameters({"lr": 1e-3})
+    assert own == outer.spec().hyperparameters
+    group = {"lr": 1e-3, "outer_lr": 0.5, "outer_momentum": 0.8}
+    assert dict(outer.outer_hyperparameters(group)) == {**dict(own), "lr": 0.5, "momentum": 0.8}
+    with pytest.raises(InvalidConfig, match="lr is nan"):
+        outer.outer_hyperparameters({"outer_lr": float("nan")})

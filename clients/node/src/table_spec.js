@@ -12,7 +12,7 @@ import { elementsOf } from './layout.js';
  * @property {'float32' | 'float16' | 'bfloat16' | 'float64'} [dtype] float32 by default
  * @property {number} [blockElements] a multiple of 64; 262144 by default
  * @property {{kind: string, hyperparameters?: Record<string, number>, nesterov?: boolean,
- *   amsgrad?: boolean, centered?: boolean, maximize?: boolean,
+ *   amsgrad?: boolean, centered?: boolean, maximize?: boolean, innerSteps?: number,
  *   kernels?: 'fast' | 'exact', customUpdate?: string}} optimizer
  *   `kind` is SGD, ADAM, ADAMW, ADAGRAD, RMSPROP, AGGREGATE, ASSIGN, ADD, or CUSTOM with the name of
  *   an update of the servers' as `customUpdate`

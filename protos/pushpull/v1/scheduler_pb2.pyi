@@ -7,6 +7,58 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class DataSet(_message.Message):
+    __slots__ = ("name", "sample_count", "shard_size", "seed")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SHARD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    sample_count: int
+    shard_size: int
+    seed: int
+    def __init__(self, name: _Optional[str] = ..., sample_count: _Optional[int] = ..., shard_size: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class LeaseDataShardsRequest(_message.Message):
+    __slots__ = ("session", "data_set", "pass_number", "done_shards", "want_count")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    DATA_SET_FIELD_NUMBER: _ClassVar[int]
+    PASS_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    DONE_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    WANT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionIdentity
+    data_set: DataSet
+    pass_number: int
+    done_shards: _containers.RepeatedScalarFieldContainer[int]
+    want_count: int
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., data_set: _Optional[_Union[DataSet, _Mapping]] = ..., pass_number: _Optional[int] = ..., done_shards: _Optional[_Iterable[int]] = ..., want_count: _Optional[int] = ...) -> None: ...
+
+class LeaseDataShardsResponse(_message.Message):
+    __slots__ = ("pass_number", "shards")
+    PASS_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    pass_number: int
+    shards: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, pass_number: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DataSetStatus(_message.Message):
+    __slots__ = ("data_set", "run", "pass_number", "shard_count", "done_count", "leased_count", "reissued_count")
+    DATA_SET_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PASS_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SHARD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DONE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LEASED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    REISSUED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    data_set: DataSet
+    run: str
+    pass_number: int
+    shard_count: int
+    done_count: int
+    leased_count: int
+    reissued_count: int
+    def __init__(self, data_set: _Optional[_Union[DataSet, _Mapping]] = ..., run: _Optional[str] = ..., pass_number: _Optional[int] = ..., shard_count: _Optional[int] = ..., done_count: _Optional[int] = ..., leased_count: _Optional[int] = ..., reissued_count: _Optional[int] = ...) -> None: ...
+
 class RemoveRunRequest(_message.Message):
     __slots__ = ("session", "run")
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -348,20 +400,22 @@ class NodeStatus(_message.Message):
     def __init__(self, node: _Optional[_Union[_types_pb2.Node, _Mapping]] = ..., progress: _Optional[_Union[NodeProgress, _Mapping]] = ..., last_heard_ms: _Optional[int] = ..., view_number: _Optional[int] = ...) -> None: ...
 
 class GetClusterStatusResponse(_message.Message):
-    __slots__ = ("view", "nodes", "replica_count", "min_in_sync", "checkpoints", "kept_values")
+    __slots__ = ("view", "nodes", "replica_count", "min_in_sync", "checkpoints", "kept_values", "data_sets")
     VIEW_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     REPLICA_COUNT_FIELD_NUMBER: _ClassVar[int]
     MIN_IN_SYNC_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     KEPT_VALUES_FIELD_NUMBER: _ClassVar[int]
+    DATA_SETS_FIELD_NUMBER: _ClassVar[int]
     view: _types_pb2.ClusterView
     nodes: _containers.RepeatedCompositeFieldContainer[NodeStatus]
     replica_count: int
     min_in_sync: int
     checkpoints: CheckpointHistory
     kept_values: _containers.RepeatedCompositeFieldContainer[KeptValues]
-    def __init__(self, view: _Optional[_Union[_types_pb2.ClusterView, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., replica_count: _Optional[int] = ..., min_in_sync: _Optional[int] = ..., checkpoints: _Optional[_Union[CheckpointHistory, _Mapping]] = ..., kept_values: _Optional[_Iterable[_Union[KeptValues, _Mapping]]] = ...) -> None: ...
+    data_sets: _containers.RepeatedCompositeFieldContainer[DataSetStatus]
+    def __init__(self, view: _Optional[_Union[_types_pb2.ClusterView, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., replica_count: _Optional[int] = ..., min_in_sync: _Optional[int] = ..., checkpoints: _Optional[_Union[CheckpointHistory, _Mapping]] = ..., kept_values: _Optional[_Iterable[_Union[KeptValues, _Mapping]]] = ..., data_sets: _Optional[_Iterable[_Union[DataSetStatus, _Mapping]]] = ...) -> None: ...
 
 class KeptValues(_message.Message):
     __slots__ = ("address", "cluster_id", "file", "last_heard_ms")

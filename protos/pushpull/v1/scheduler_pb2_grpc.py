@@ -120,6 +120,11 @@ class SchedulerServiceStub:
                 request_serializer=pushpull_dot_v1_dot_scheduler__pb2.RemoveRunRequest.SerializeToString,
                 response_deserializer=pushpull_dot_v1_dot_scheduler__pb2.RemoveRunResponse.FromString,
                 _registered_method=True)
+        self.LeaseDataShards = channel.unary_unary(
+                '/pushpull.v1.SchedulerService/LeaseDataShards',
+                request_serializer=pushpull_dot_v1_dot_scheduler__pb2.LeaseDataShardsRequest.SerializeToString,
+                response_deserializer=pushpull_dot_v1_dot_scheduler__pb2.LeaseDataShardsResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -269,6 +274,15 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LeaseDataShards(self, request, context):
+        """Workers only: reports shards of a data set that are trained, and leases others (docs/reference/PROTOCOL.md,
+        "Data shards"). The first call of a run declares the data set. Waits, within the call's deadline, where the caller
+        wants shards, has none, and others have all that are left of the pass; WAIT_EXPIRED names them. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -356,6 +370,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.RemoveRun,
                     request_deserializer=pushpull_dot_v1_dot_scheduler__pb2.RemoveRunRequest.FromString,
                     response_serializer=pushpull_dot_v1_dot_scheduler__pb2.RemoveRunResponse.SerializeToString,
+            ),
+            'LeaseDataShards': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaseDataShards,
+                    request_deserializer=pushpull_dot_v1_dot_scheduler__pb2.LeaseDataShardsRequest.FromString,
+                    response_serializer=pushpull_dot_v1_dot_scheduler__pb2.LeaseDataShardsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -818,6 +837,33 @@ class SchedulerService:
             '/pushpull.v1.SchedulerService/RemoveRun',
             pushpull_dot_v1_dot_scheduler__pb2.RemoveRunRequest.SerializeToString,
             pushpull_dot_v1_dot_scheduler__pb2.RemoveRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaseDataShards(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pushpull.v1.SchedulerService/LeaseDataShards',
+            pushpull_dot_v1_dot_scheduler__pb2.LeaseDataShardsRequest.SerializeToString,
+            pushpull_dot_v1_dot_scheduler__pb2.LeaseDataShardsResponse.FromString,
             options,
             channel_credentials,
             insecure,

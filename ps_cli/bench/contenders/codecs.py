@@ -50,7 +50,7 @@ class _Coder:
         self._payloads = [
             self._encoder.encode(
                 self._clock, BlockValues(block, raw[block * size : (block + 1) * size])
-            )
+            ).payload.data
             for block in range(self._table.block_count)
         ]
         self._encoder.sealed(self._clock, 1.0, takes_part=True)

@@ -35,7 +35,7 @@ from torch import distributed, nn
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, WaitExpired, listed
 from ps_worker.client.client import Client
 from ps_worker.spec.flat_layout import plain_name
-from ps_worker.spec.optimizers import SGD, ServerOptimizer
+from ps_worker.spec.optimizers import SGD, Outer, ServerOptimizer
 from ps_worker.spec.training_options import OptimizerOptions
 from ps_worker.steps.steps import StepResult
 from ps_worker.training.clipping import multiply_gradients
@@ -200,6 +200,11 @@ class HybridOptimizer(torch.optim.Optimizer):
             )
         if bool(served) != (server_optimizer is not None):
             raise InvalidConfig("served and server_optimizer belong together; give both or neither")
+        if isinstance(server_optimizer, Outer):
+            raise InvalidConfig(
+                "server_optimizer is Outer, which leaves out the servers in most steps; expected "
+                "one with which both halves take each step"
+            )
         names = {p: plain_name(name) for name, p in self._module.named_parameters()}
         local = set(self._parameters())
         both = [names.get(each, "?") for each in served if each in local]

@@ -25,7 +25,7 @@ from ps_core.tables.elements import pack_presence, unpack_presence
 from ps_core.tables.optimizers import Hyperparameters
 from ps_worker.client.pending import PendingTickets
 from ps_worker.spec.flat_layout import TORCH_DTYPE, FlatLayout
-from ps_worker.spec.optimizers import Add, ServerOptimizer
+from ps_worker.spec.optimizers import Add, Outer, ServerOptimizer
 from ps_worker.spec.settings import FromRank0
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.spec.values import BlockValues
@@ -38,7 +38,7 @@ from ps_worker.training.tables.step_scale import StepScale
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client
-    from ps_worker.steps.steps import Pulled, PullTicket, PushTicket
+    from ps_worker.steps.steps import Pulled, PullTicket, PushTicket, StepResult
 
 _REMEDIES = (
     "use mode='sealed' (the default), which sends it again; or change gradients only before their "
@@ -86,7 +86,8 @@ class TrainedTable:
         )
         self._client = client
         self._options = options
-        self._adds = isinstance(optimizer, Add)
+        self._is_outer = isinstance(optimizer, Outer)
+        self._moves = self._is_outer or isinstance(optimizer, Add)
         self._eager: Hyperparameters | None = None
         self._was_skipped = False
         self._received = FlatBuffer(layout, is_pinned=not layout.is_frozen)
@@ -311,13 +312,12 @@ class TrainedTable:
         """Push the blocks that have not left in their present form.
 
         Returns:
-            The name of a parameter whose gradient is not finite; then no more is pushed. None if
-            all are finite, or need not be, or servers refuse them block by block (eager steps under
-            ASP).
+            Words for a gradient that is not finite; then no more is pushed. None if all are finite,
+            or need not be, or servers refuse them block by block (eager steps under ASP).
         """
         if not self.takes_part:
             return None
-        if self._adds:
+        if self._moves:
             return self._push_moved()
         with self._lock:
             return self._push_staged(hyperparameters)
@@ -329,12 +329,14 @@ class TrainedTable:
         if self._checks_finite:
             bad = self.staging.non_finite()
             if bad is not None:
-                return bad
+                return self.not_finite(bad)
         self._push(blocks, hyperparameters)
         return None
 
     def _push_moved(self) -> str | None:
-        """ADD: push the parameters' distance from the last pull. Returns as `push_rest`."""
+        """ADD: push the parameters' distance from the last pull; OUTER: its opposite, which is a
+        gradient's direction. Returns as `push_rest`.
+        """
         if self._moved is None:
             self._moved = FlatBuffer(
                 self.layout, is_shared=self._client.connection.may_share_memory
@@ -343,14 +345,24 @@ class TrainedTable:
             arrival.synchronize()
         placed, pulled_views = self.layout.placed, self._received.views
         for entry, view, pulled in zip(placed, self._moved.views, pulled_views, strict=True):
-            view.copy_(entry.tensor.detach()).sub_(pulled)
+            view.copy_(entry.tensor.detach())
+            if self._is_outer:
+                torch.sub(pulled, view, out=view)
+            else:
+                view.sub_(pulled)
             if not self._options.allow_non_finite and not is_finite(view):
-                return entry.name
+                what = "pseudo-gradient" if self._is_outer else "gradient"
+                return self.not_finite(entry.name, what)
         blocks = blocks_in(self.handle.table, self._moved.values)
         if self._only is not None:
             blocks = (each for each in blocks if each.block in self._only)
         self._client.tables.begin_step(self.handle).push_blocks(blocks)
         return None
+
+    def not_finite(self, name: str, what: str = "gradient") -> str:
+        """Words for a parameter's gradient that is not finite."""
+        step = f"step {self.handle.clock + 1} of table '{self.name}'"
+        return f"the {what} of '{name}' has an infinity or a NaN at {step}"
 
     def seal(self, hyperparameters: Hyperparameters, scale: StepScale, *, skip: bool) -> PushTicket:
         """Seal the step, and begin to pull its result; `finish` waits."""
@@ -419,6 +431,40 @@ class TrainedTable:
         with torch.no_grad():
             self._arrivals = from_host(moves)
         self._written.written(but)
+
+    def move_again(self, result: StepResult) -> bool:
+        """OUTER: keep how far inner steps moved the parameters in blocks that the servers did not
+        take; the next outer step pushes that. Returns True if there are any.
+        """
+        blocks = set(result.rejected)
+        if self.handle.steps.residuals is None:  # else the codec brings what was discarded
+            blocks.update(result.discarded_blocks)
+        if self._moved is None or not blocks:
+            return False
+        kept, size = torch.zeros_like(self._moved.values), self.handle.spec.block_elements
+        for start in (block * size for block in blocks):
+            kept[start : start + size] = self._moved.values[start : start + size]
+        with torch.no_grad():
+            for entry, view in zip(self.layout.placed, self.layout.views(kept), strict=True):
+                entry.tensor.sub_(view.to(entry.tensor.device))
+        return True
+
+    def local_values(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """OUTER: the values that were pulled last, and those of the parameters: all elements of the
+        table, 1-D, in host memory.
+        """
+        own = torch.empty_like(self._received.values)
+        for entry, view in zip(self.layout.placed, self.layout.views(own), strict=True):
+            view.copy_(entry.tensor.detach())
+        return self._received.values, own
+
+    def load_local(self, pulled: torch.Tensor, own: torch.Tensor) -> None:
+        """OUTER: go on from the result of `local_values`."""
+        self._received.values.copy_(pulled)  # a copy to a device that still reads it is made again
+        self.write_parameters()
+        with torch.no_grad():
+            for entry, view in zip(self.layout.placed, self.layout.views(own), strict=True):
+                entry.tensor.copy_(view)
 
     def write_gradients(self, pulled: Pulled) -> None:
         """AGGREGATE: write the pulled sums into the gradients; None if absent at all workers."""

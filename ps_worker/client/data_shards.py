@@ -1,0 +1,261 @@
+"""Shards of a data set, which the scheduler leases to whichever worker has none (SEMANTICS S20).
+
+    shards = client.data_shards(dataset, shard_size=1024)
+    loader = DataLoader(dataset, batch_size=32, sampler=shards, num_workers=2)
+    for number in range(shards.pass_number, passes):
+        for examples, labels in shards.over(loader):
+            ...
+
+Rules:
+    - A shard is reported when its last batch has been trained on (`HandedBatches`), or the loop has
+      ended.
+    - A loader draws samples ahead of the training, so drawing never waits for shards that others
+      have: it ends, `over` reports what was trained on, waits, and iterates the loader once more.
+    - While one shard is trained on, another is leased in the background, by the call that reports
+      the one before. There is one call at a time; a report that failed is repeated as it was, which
+      the scheduler recognizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Coroutine, Iterable, Iterator
+from concurrent.futures import Future
+from random import Random
+from typing import Any, TypeVar
+
+from ps_core import limits
+from ps_core.consistency import Mode
+from ps_core.errors import InvalidConfig, WaitExpired, check_config
+from ps_core.manifest import DataSetSpec
+from ps_runtime.system.clock import now_s
+from ps_worker.client.connection import GRACE_S, ClientConnection
+from ps_worker.client.handed_batches import HandedBatches, batch_size_of
+from ps_worker.client.tables import ClientTables
+from pushpull.v1 import scheduler_pb2
+
+BatchT = TypeVar("BatchT")
+
+
+class DataShards:
+    """A worker's shards of a data set; `client.data_shards` makes it. A pass trains on each sample
+    once, whichever worker that is; the next begins when all workers' shards of it are done.
+
+    Workers take different numbers of steps in a pass, so all their tables are asynchronous
+    (consistency "asp"). Iterating this object gives the indexes that a `DataLoader` draws, in the
+    process that trains, between `over` and its end.
+    """
+
+    def __init__(
+        self,
+        connection: ClientConnection,
+        tables: ClientTables,
+        spec: DataSetSpec,
+        timeout_s: float | None,
+    ) -> None:
+        connection.check_may_push("lease data shards")
+        check_config(
+            spec.sample_count > 0 and 0 < spec.shard_size <= spec.sample_count and spec.seed >= 0,
+            f"data set '{spec.name}' has {spec.sample_count} samples, shards of {spec.shard_size} "
+            f"and seed {spec.seed}; expected 1 sample or more, shards of 1 to as many, and a seed "
+            "from 0 on",
+        )
+        self._connection = connection
+        self._tables = tables
+        self._spec = spec
+        self._deadline_s = connection.deadline_s(timeout_s)
+        self._call: Future[Any] | None = None
+        self._reporting: tuple[int, ...] = ()  # reported, and the scheduler may not know it
+        self._done: list[int] = []  # to be reported next
+        self._drawn: deque[tuple[int, int]] = deque()  # and the samples drawn up to its end
+        self._drawn_count = 0  # samples drawn in this iteration of the loader
+        self._ahead: deque[int] = deque()  # leased, and not drawn
+        self._is_open = self._is_over = False
+        asking = self._leased(None, want_count=0)
+        self._pass_number: int = connection.asked(asking, self._deadline_s).pass_number
+
+    @property
+    def pass_number(self) -> int:
+        """The next or running pass, from 0 on; a worker that joins begins with the present one."""
+        return self._pass_number
+
+    def over(self, loader: Iterable[BatchT], batch_size: int | None = None) -> Iterator[BatchT]:
+        """The batches of one pass that this worker trains on. A loop that is left early leaves its
+        shards undone, and the next loop begins them again.
+
+        Args:
+            loader: a `DataLoader` with this object as its sampler, or any iterable of batches of
+                this object's samples in order. It is iterated again for shards that other workers
+                leave: give `persistent_workers=True` to a loader with processes.
+            batch_size: samples of a batch; None means the loader's.
+
+        Blocking: at the end of the pass, while other workers have the shards that are left.
+
+        Raises:
+            InvalidConfig: a table is not asynchronous; or the loader has no batch size, drops its
+                last samples, or does not draw from these shards.
+            WaitExpired: the other workers were not done in time, or no scheduler answered; the
+                message names them. Call it again to go on.
+        """
+        size = batch_size_of(loader, batch_size)
+        if getattr(getattr(loader, "batch_sampler", None), "drop_last", False):
+            raise InvalidConfig(
+                "the loader drops its last samples, which the pass counts; expected drop_last=False"
+            )
+        with self._opened():
+            while self._begin_round():
+                batches = HandedBatches(lambda: self._connection.engine.steps.newest_clock)
+                for batch in loader:
+                    self._check_drawn(batches.count * size)
+                    batches.hand()
+                    self._trained(batches.trained_count * size)
+                    self._advance()
+                    yield batch
+                self._trained(self._drawn_count)
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """The shards of one pass that this worker trains on, each as its first sample and the one
+        after its last, for data that a script reads itself. A shard is done when the next is asked
+        for.
+
+        Blocking, Raises: as `over`.
+        """
+        with self._opened():
+            while self._begin_round():
+                while (samples := self._draw()) is not None:
+                    self._advance()
+                    yield samples.start, samples.stop
+                    self._trained(self._drawn_count)
+
+    def __iter__(self) -> Iterator[int]:
+        """The indexes of the samples of this worker's shards, in an order drawn for each pass.
+
+        Raises:
+            InvalidConfig: the loader is not iterated by `over`.
+        """
+        if not self._is_open:
+            raise InvalidConfig(
+                f"a loader draws from data set '{self._spec.name}' outside of `over`, which alone "
+                "knows what was trained on: iterate shards.over(loader)"
+            )
+        while (samples := self._draw()) is not None:
+            key = f"{self._spec.seed}/{self._pass_number}/{samples.start}"
+            order = list(samples)
+            Random(key).shuffle(order)  # noqa: S311 - every run draws the same
+            yield from order
+
+    # --- one pass
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[None]:
+        for handle in self._tables.handles:
+            setting = self._tables.consistency_of(handle)
+            check_config(
+                setting.mode is Mode.ASP,
+                f"table '{handle.name}' is {setting}, where workers wait for each other's steps, "
+                "and with data shards each takes as many as it can; expected consistency='asp', or "
+                "ps.DistributedSampler for the data",
+            )
+            inner_steps = handle.spec.optimizer.inner_steps
+            check_config(
+                not inner_steps,
+                f"table '{handle.name}' has an update for each {inner_steps} steps (ps.Outer), and "
+                "a shard that is done must be in the parameters; expected another optimizer, or "
+                "ps.DistributedSampler for the data",
+            )
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+
+    def _begin_round(self) -> bool:
+        """Wait for a shard; False: the pass is over, and the next one is next."""
+        self._ahead.clear()
+        self._drawn.clear()
+        self._drawn_count = 0
+        self._await_ahead()
+        if self._is_over:
+            self._is_over = False
+            self._pass_number += 1
+            return False
+        return True
+
+    def _draw(self) -> range | None:
+        """The samples of another shard; None if there is none for this worker now."""
+        self._await_ahead()
+        if not self._ahead:
+            return None
+        shard = self._ahead.popleft()
+        samples = self._spec.samples(shard)
+        self._drawn_count += len(samples)
+        self._drawn.append((shard, self._drawn_count))
+        return samples
+
+    def _check_drawn(self, begun_count: int) -> None:
+        if begun_count >= self._drawn_count:
+            raise InvalidConfig(
+                f"the loader gave a batch after {begun_count} samples, and has drawn "
+                f"{self._drawn_count} from data set '{self._spec.name}'; expected a DataLoader "
+                "with sampler=shards, and its own batch_size"
+            )
+
+    def _trained(self, count: int) -> None:
+        """The first `count` samples that were drawn have been trained on."""
+        while self._drawn and self._drawn[0][1] <= count:
+            self._done.append(self._drawn.popleft()[0])
+
+    # --- calls to the scheduler
+
+    def _advance(self) -> None:
+        """Report in the background what there is to report, and lease another shard."""
+        if self._call is not None and self._call.done():
+            with contextlib.suppress(WaitExpired):  # it trains on what it has, and reports again
+                self._take_answer()
+        if self._call is None and (self._reporting or self._done):
+            self._start_call()
+
+    def _await_ahead(self) -> None:
+        """Have a shard that is not drawn, unless there is none for this worker now: the call under
+        way may have been made when it had one.
+        """
+        if not self._ahead and self._call is not None:
+            self._take_answer()
+        if not self._ahead and not self._is_over:
+            self._start_call()
+            self._take_answer()
+
+    def _start_call(self) -> None:
+        self._connection.check_usable()
+        if not self._reporting:
+            self._reporting, self._done = tuple(self._done), []
+        want_count = len(self._drawn) + len(self._done) + max(len(self._ahead), 1)
+        self._call = self._connection.loop.start(self._leased(self._pass_number, want_count))
+
+    def _leased(self, pass_number: int | None, want_count: int) -> Coroutine[Any, Any, Any]:
+        """The call, which ends with the scheduler's answer."""
+        link, spec = self._connection.engine.scheduler, self._spec
+        request = scheduler_pb2.LeaseDataShardsRequest(
+            session=link.identity,
+            data_set=scheduler_pb2.DataSet(
+                name=spec.name,
+                sample_count=spec.sample_count,
+                shard_size=spec.shard_size,
+                seed=spec.seed,
+            ),
+            pass_number=pass_number,
+            done_shards=self._reporting,
+            want_count=min(want_count, limits.MAX_HELD_SHARD_COUNT),
+        )
+        what = f"shards of data set '{spec.name}'"
+        return link.call("LeaseDataShards", request, what, now_s() + self._deadline_s)
+
+    def _take_answer(self) -> None:
+        call, self._call = self._call, None
+        assert call is not None  # noqa: S101 - there is one
+        answer = self._connection.result(call, self._deadline_s + GRACE_S)
+        self._reporting = ()
+        self._is_over = answer.pass_number > self._pass_number
+        known = {shard for shard, _ in self._drawn}.union(self._ahead, self._done)
+        self._ahead.extend(shard for shard in answer.shards if shard not in known)

@@ -1,0 +1,40 @@
+"""The batches of a training loop: handed to the script, and trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ps_core.errors import InvalidConfig
+
+
+class HandedBatches:
+    """Counts the batches of one loop. A batch is trained on once its worker has taken a step after
+    the script got it: batches that a loader fetched ahead, or that the script has in its hands, do
+    not count.
+
+    Args:
+        mark: returns another value after each step.
+    """
+
+    def __init__(self, mark: Callable[[], object]) -> None:
+        self.count = 0
+        self._mark = mark
+        self._trained_count, self._handed_mark = 0, mark()
+
+    def hand(self) -> None:
+        """The script gets another batch."""
+        self._trained_count, self._handed_mark = self.trained_count, self._mark()
+        self.count += 1
+
+    @property
+    def trained_count(self) -> int:
+        return self.count if self._mark() != self._handed_mark else self._trained_count
+
+
+def batch_size_of(loader: object, batch_size: int | None) -> int:
+    """The samples of a loader's batches, unless given; InvalidConfig if neither says."""
+    size = batch_size or getattr(loader, "batch_size", None)
+    size = size or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    if not size:
+        raise InvalidConfig("the loader has no batch_size; give batch_size=... with it")
+    return int(size)

@@ -1,0 +1,128 @@
+"""Inner steps: the steps between two clocks, and the parameters that they have moved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ps_worker.spec.optimizers import Outer
+from ps_worker.steps.inner_steps import InnerSteps
+from ps_worker.steps.steps import StepResult
+from ps_worker.training.tables.trained_table import TrainedTable
+from tests.unit.saving_worker import A, Worker, clocks_of
+from tests.unit.table_client import TableClient, trained_tables
+
+OUTER = Outer(torch.optim.SGD, inner_steps=3)
+
+
+def test_an_outer_step_is_due_after_so_many() -> None:
+    assert [InnerSteps(3, taken).are_all_taken for taken in range(4)] == [False] * 3 + [True]
+    assert InnerSteps(3, taken=2).at(clock=5) == 17
+    assert [InnerSteps(3).clock_after(each) for each in (14, 15, 17, 18)] == [4, 5, 5, 6]
+    assert [InnerSteps().at(5), InnerSteps().clock_after(5)] == [5, 5]
+
+
+# --- save points
+
+
+@pytest.fixture
+def worker() -> Worker:
+    """With three inner steps a clock on its table."""
+    found = Worker()
+    found.handles[A].inner_steps = InnerSteps(3)
+    found.model(A)
+    found.attach()
+    found.points.reach()
+    return found
+
+
+def take_step(worker: Worker) -> None:
+    steps = worker.handles[A].inner_steps
+    steps.taken += 1
+    if steps.are_all_taken:
+        steps.taken = 0
+        worker.step()
+
+
+def test_a_save_point_before_the_next_outer_step_is_at_the_clock_of_the_last(
+    worker: Worker,
+) -> None:
+    """A checkpoint does not wait for the outer step."""
+    for clock in (0, 0, 1, 1, 1, 2):
+        worker.propose(number := worker.view.view_number)
+        assert clocks_of(worker)[A] == clock
+        worker.see(None)
+        take_step(worker)
+        worker.points.reach()
+        assert worker.joined[-1][0] == number
+
+
+def test_save_points_further_apart_than_outer_steps_are_counted_in_inner_steps(
+    worker: Worker,
+) -> None:
+    """Five inner steps from one to the next: from the fifth to the tenth."""
+    for _ in range(5):
+        take_step(worker)
+    worker.points.reach()
+    take_step(worker)
+    worker.propose()
+    assert clocks_of(worker)[A] == 10 // 3
+
+
+# --- parameters
+
+
+def moved_table(client: TableClient | None = None, **options: Any) -> TrainedTable:
+    """Two blocks that were pulled as zeros, moved by -1 and pushed."""
+    weight = nn.Parameter(torch.zeros(128))
+    (table,) = trained_tables(OUTER, [weight], client=client, **options)
+    table.write_parameters()
+    with torch.no_grad():
+        weight.sub_(1.0)
+    assert table.push_rest(()) is None
+    return table
+
+
+def test_a_pseudo_gradient_leads_back_to_where_the_inner_steps_began() -> None:
+    client = TableClient()
+    moved_table(client)
+    pushed = torch.frombuffer(client.submitted[0].payload, dtype=torch.float32)
+    assert pushed.eq(1.0).all()
+
+
+@pytest.mark.parametrize(
+    ("codec", "result", "expected"),
+    [
+        ("none", {}, [0.0, 0.0]),
+        ("none", {"rejected": (1,)}, [0.0, -1.0]),
+        ("none", {"discarded_blocks": (0,)}, [-1.0, 0.0]),
+        ("int8", {"discarded_blocks": (0,)}, [0.0, 0.0]),  # its residuals have it
+        ("int8", {"rejected": (0, 1)}, [-1.0, -1.0]),
+    ],
+)
+def test_blocks_that_the_servers_did_not_take_stay_moved(
+    codec: str, result: dict[str, Any], expected: list[float]
+) -> None:
+    table = moved_table(push_codec=codec)
+    if codec == "int8":
+        table.handle.steps.residuals = object()  # type: ignore[assignment]
+    table.write_parameters()
+    table.move_again(StepResult(1, True, 0, **result))
+    (entry,) = table.layout.placed
+    assert entry.tensor.view(2, 64).eq(torch.tensor(expected)[:, None]).all()
+    assert bool(table.edited()) == any(expected), "it is in the next pseudo-gradient"
+
+
+def test_local_values_are_those_that_were_pulled_and_those_of_now() -> None:
+    pulled, own = (each.clone() for each in moved_table().local_values())
+    assert pulled.eq(0.0).all()
+    assert own.eq(-1.0).all()
+    weight = nn.Parameter(torch.full((128,), 7.0))
+    (other,) = trained_tables(OUTER, [weight])
+    other.load_local(pulled + 2.0, own)
+    assert weight.eq(-1.0).all()
+    assert other.edited() == [0], "of what was pulled"
+    assert all(each.eq(2.0).all() for each in other.local_values()[:1])
