@@ -18,14 +18,17 @@ A step:
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
 from statistics import fmean
+
+import simpy
+from simpy.events import ProcessGenerator
 
 from ps_cli.compare.modes import ComparedMode
 from ps_cli.plan.cluster import PlannedCluster, load_of
 from ps_cli.plan.costs import Costs
-from ps_cli.plan.simulation import Cores, Latch, Process, Resume, Simulation, Station, Wait
+from ps_cli.plan.simulation import Latch, Station, Thread
 from ps_core.consistency import Mode
 
 _FEWEST_SEGMENTS, _MOST_SEGMENTS = 8, 32
@@ -86,8 +89,8 @@ def planned_step(cluster: PlannedCluster, mode: ComparedMode, costs: Costs) -> P
 class _Node:
     """A node: the directions of its link, and the one thread of its process that counts."""
 
-    def __init__(self, simulation: Simulation, cores: Cores | None) -> None:
-        self.cpu = Station(simulation, cores)
+    def __init__(self, simulation: simpy.Environment, cores: simpy.Resource | None) -> None:
+        self.cpu = Thread(simulation, cores) if cores else Station(simulation)
         self.sending, self.receiving = Station(simulation), Station(simulation)
         self.computed_s = self.waited_s = 0.0
 
@@ -101,27 +104,23 @@ class _Gate:
     of so many that an update needs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, simulation: simpy.Environment) -> None:
         self.decided = self.version = 0
         self.decided_s: dict[int, float] = {}
         self.arrived: Counter[int] = Counter()
-        self._waiting: defaultdict[int, list[Resume]] = defaultdict(list)
+        self._simulation = simulation
+        self._applied: dict[int, simpy.Event] = {}
 
-    def passed(self, clock: int) -> Wait:
-        """Wait until the clock is applied."""
-
-        def wait(resume: Resume) -> None:
-            if clock <= self.version:
-                resume()
-            else:
-                self._waiting[clock].append(resume)
-
-        return wait
+    def passed(self, clock: int) -> simpy.Event:
+        """Happens when the clock is applied, or at once if it is."""
+        if clock <= self.version:
+            return self._simulation.timeout(0)
+        return self._applied.setdefault(clock, self._simulation.event())
 
     def apply(self, clock: int) -> None:
         self.version = clock
-        for resume in self._waiting.pop(clock, ()):
-            resume()
+        if clock in self._applied:
+            self._applied.pop(clock).succeed()
 
 
 class _Cluster:
@@ -131,9 +130,11 @@ class _Cluster:
         self._planned = planned
         self._consistency = mode.consistency
         self._load = load_of(planned, mode, costs)
-        self._simulation = Simulation()
-        self._gate = _Gate()
-        cores = Cores(planned.host_cores) if planned.host_cores else None
+        self._simulation = simpy.Environment()
+        self._gate = _Gate(self._simulation)
+        cores = None
+        if planned.host_cores:
+            cores = simpy.Resource(self._simulation, planned.host_cores)
         self._workers = [_Node(self._simulation, cores) for _ in range(planned.worker_count)]
         server_count = planned.server_count if cores else 1
         self._servers = [_Node(self._simulation, cores) for _ in range(server_count)]
@@ -152,11 +153,11 @@ class _Cluster:
             steps = _STRAGGLER_STEP_COUNT
             warm_up += min(_MOST_WARM_UP, 2 * self._consistency.staleness)
         for rank in range(count):
-            self._simulation.start(self._worker(rank))
+            self._simulation.process(self._worker(rank))
         self._run(warm_up)
-        before, began_s, counted = self._busy_s(), self._simulation.now_s, self._counted_count
+        before, began_s, counted = self._busy_s(), self._simulation.now, self._counted_count
         self._run(warm_up + steps)
-        after, elapsed_s = self._busy_s(), self._simulation.now_s - began_s
+        after, elapsed_s = self._busy_s(), self._simulation.now - began_s
         replica_bytes = load.replica_bytes * (1 if self._is_bsp else count)
         return PlannedStep(
             step_s=elapsed_s / steps,
@@ -174,11 +175,9 @@ class _Cluster:
 
     def _run(self, step_count: int) -> None:
         """Go on until so many updates are made, or steps of each worker in the mean."""
-        if self._is_bsp:
-            self._simulation.run_until(lambda: self._gate.version >= step_count)
-        else:
-            ended_count = step_count * self._planned.worker_count
-            self._simulation.run_until(lambda: self._step_count >= ended_count)
+        ended_count = step_count * self._planned.worker_count
+        while self._gate.version < step_count if self._is_bsp else self._step_count < ended_count:
+            self._simulation.step()
 
     def _busy_s(self) -> dict[str, float]:
         workers, servers = self._workers, self._servers
@@ -191,7 +190,7 @@ class _Cluster:
             OTHERS: fmean(node.waited_s for node in workers),
         }
 
-    def _worker(self, rank: int) -> Process:
+    def _worker(self, rank: int) -> ProcessGenerator:
         """Steps without end."""
         node, planned, gate = self._workers[rank], self._planned, self._gate
         segments = range(self._segment_count)
@@ -200,53 +199,53 @@ class _Cluster:
         while True:
             clock = max(clock, gate.decided) + 1  # a discarded step leaves clocks out
             compute_s = planned.compute.seconds(rank, planned.worker_count, clock)
-            received = Latch(move_count)
-            yield self._simulation.delay(compute_s * (1 - planned.backward_share))
+            received = Latch(self._simulation, move_count)
+            yield self._simulation.timeout(compute_s * (1 - planned.backward_share))
             for _ in segments:
-                yield self._simulation.delay(compute_s * planned.backward_share / len(segments))
+                yield self._simulation.timeout(compute_s * planned.backward_share / len(segments))
                 for server in self._servers:
-                    self._simulation.start(self._push(node, server, received))
+                    self._simulation.process(self._push(node, server, received))
             node.computed_s += compute_s
-            yield received
-            yield self._simulation.delay(self._trip_s)
+            yield received.opened
+            yield self._simulation.timeout(self._trip_s)
             yield from self._sealed(node, clock)
-            pulled = Latch(move_count)
+            pulled = Latch(self._simulation, move_count)
             for server in self._servers:
-                self._simulation.start(self._answer(node, server, pulled))
-            yield pulled
+                self._simulation.process(self._answer(node, server, pulled))
+            yield pulled.opened
             self._step_count += 1
 
-    def _push(self, worker: _Node, server: _Node, received: Latch) -> Process:
+    def _push(self, worker: _Node, server: _Node, received: Latch) -> ProcessGenerator:
         load, parts = self._load, self._segment_count
         share = self._planned.fullest_share / parts
         own = parts * len(self._servers)
         yield worker.cpu.serve(load.worker_push_s / own)
         yield worker.sending.serve(load.pushed_bytes * self._byte_s / own)
-        yield self._simulation.delay(self._planned.latency_s / 2)
+        yield self._simulation.timeout(self._planned.latency_s / 2)
         yield server.receiving.serve(load.pushed_bytes * self._byte_s * share)
         yield server.cpu.serve(load.server_push_s * share)
         received.arrive()
 
-    def _answer(self, worker: _Node, server: _Node, pulled: Latch) -> Process:
+    def _answer(self, worker: _Node, server: _Node, pulled: Latch) -> ProcessGenerator:
         """A worker's pull, which has one segment at a time in the server's loop, as others have."""
         share = self._planned.fullest_share / self._segment_count
         for _ in range(self._segment_count):
             yield server.cpu.serve(self._load.server_pull_s * share)
-            self._simulation.start(self._pull(worker, server, pulled))
+            self._simulation.process(self._pull(worker, server, pulled))
 
-    def _pull(self, worker: _Node, server: _Node, pulled: Latch) -> Process:
+    def _pull(self, worker: _Node, server: _Node, pulled: Latch) -> ProcessGenerator:
         load, parts = self._load, self._segment_count
         share = self._planned.fullest_share / parts
         own = parts * len(self._servers)
         yield server.sending.serve(load.pulled_bytes * self._byte_s * share)
-        yield self._simulation.delay(self._planned.latency_s / 2)
+        yield self._simulation.timeout(self._planned.latency_s / 2)
         yield worker.receiving.serve(load.pulled_bytes * self._byte_s / own)
         yield worker.cpu.serve(load.worker_pull_s / own)
         pulled.arrive()
 
-    def _sealed(self, node: _Node, clock: int) -> Process:
+    def _sealed(self, node: _Node, clock: int) -> ProcessGenerator:
         """The worker's step is with the servers: wait until its pull may go."""
-        gate, began_s = self._gate, self._simulation.now_s
+        gate, began_s = self._gate, self._simulation.now
         if clock > gate.decided:
             self._counted_count += 1
         if not self._is_bsp:
@@ -254,33 +253,33 @@ class _Cluster:
         needed = self._planned.worker_count - self._consistency.backup_workers
         gate.arrived[clock] += 1
         if gate.arrived[clock] == needed:
-            self._simulation.start(self._decided(clock))
+            self._simulation.process(self._decided(clock))
         if self._consistency.mode is not Mode.ASP:
             awaited = clock - self._consistency.staleness
             yield gate.passed(awaited)
             node.waited_s += max(0.0, gate.decided_s.get(awaited, began_s) - began_s)
 
-    def _decided(self, clock: int) -> Process:
+    def _decided(self, clock: int) -> ProcessGenerator:
         """As many workers as an update needs, or all, have sent their steps of the clock."""
-        yield self._simulation.delay(self._consistency.grace_ms / 1000)
+        yield self._simulation.timeout(self._consistency.grace_ms / 1000)
         self._gate.decided = clock
-        self._gate.decided_s[clock] = self._simulation.now_s
+        self._gate.decided_s[clock] = self._simulation.now
         if self._is_bsp:
             yield self._updated()
         self._gate.apply(clock)
 
-    def _updated(self) -> Latch:
-        """Wait until all servers have applied an update."""
-        updated = Latch(len(self._servers))
+    def _updated(self) -> simpy.Event:
+        """Happens when all servers have applied an update."""
+        updated = Latch(self._simulation, len(self._servers))
         for server in self._servers:
-            self._simulation.start(self._update(server, updated))
-        return updated
+            self._simulation.process(self._update(server, updated))
+        return updated.opened
 
-    def _update(self, server: _Node, updated: Latch) -> Process:
+    def _update(self, server: _Node, updated: Latch) -> ProcessGenerator:
         load, share = self._load, self._planned.fullest_share
         yield server.cpu.serve((load.update_s + load.replica_s) * share)
         if load.replica_bytes:
             yield server.sending.serve(load.replica_bytes * self._byte_s * share)
             yield server.receiving.serve(load.replica_bytes * self._byte_s * share)
-            yield self._simulation.delay(self._trip_s)
+            yield self._simulation.timeout(self._trip_s)
         updated.arrive()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import simpy
+from simpy.events import ProcessGenerator
 
 import ps_worker as ps
 from ps_cli.compare.modes import ComparedMode
 from ps_cli.plan.cluster import PlannedCluster
 from ps_cli.plan.costs import Costs, Ends
-from ps_cli.plan.simulation import Cores, Latch, Process, Simulation, Station
+from ps_cli.plan.simulation import Latch, Station, Thread
 from ps_cli.plan.steps import PlannedStep, planned_step
 from ps_core.codecs.choices import PushCodec
 from ps_core.errors import InvalidConfig
@@ -57,28 +60,57 @@ def step(cluster: PlannedCluster, mode: str = "bsp", costs: Costs = FREE) -> Pla
     return planned_step(cluster.validated(), ComparedMode.parsed(mode), costs)
 
 
-def test_visits_of_a_station_follow_each_other_and_cores_are_shared() -> None:
-    simulation = Simulation()
-    cores = Cores(2)
-    one, two, three = (Station(simulation, cores) for _ in range(3))
+def visits(
+    simulation: simpy.Environment, asked: Sequence[tuple[str, Station]]
+) -> list[tuple[str, float]]:
+    """Names and times of the ends of visits of one second, all asked for at once."""
     ended_s: list[tuple[str, float]] = []
-    all_ended = Latch(4)
+    all_ended = Latch(simulation, len(asked))
 
-    def visit(name: str, station: Station) -> Process:
+    def visit(name: str, station: Station) -> ProcessGenerator:
         yield station.serve(1.0)
-        ended_s.append((name, simulation.now_s))
+        ended_s.append((name, simulation.now))
         all_ended.arrive()
 
-    def last() -> Process:
-        yield all_ended
-        yield simulation.delay(0.5)
-        ended_s.append(("all", simulation.now_s))
+    def last() -> ProcessGenerator:
+        yield all_ended.opened
+        yield simulation.timeout(0.5)
+        ended_s.append(("all", simulation.now))
 
-    simulation.start(last())
-    for name, station in (("a", one), ("b", one), ("c", two), ("d", three)):
-        simulation.start(visit(name, station))
-    simulation.run_until(lambda: False)
-    # a and c take the two cores; d waits for one, and b for its own station and then for a core.
+    simulation.process(last())
+    for name, station in asked:
+        simulation.process(visit(name, station))
+    simulation.run()
+    return ended_s
+
+
+def test_visits_of_a_station_follow_each_other() -> None:
+    simulation = simpy.Environment()
+    one, two = Station(simulation), Station(simulation)
+    ended_s = visits(simulation, [("a", one), ("b", one), ("c", two)])
+    assert ended_s == [("a", 1.0), ("c", 1.0), ("b", 2.0), ("all", 2.5)]
+    assert (one.busy_s, two.busy_s) == (2.0, 1.0)
+
+
+def test_a_station_is_busy_for_the_part_that_it_has_done() -> None:
+    simulation = simpy.Environment()
+    station = Station(simulation)
+    station.serve(2.0)
+    station.serve(2.0)
+    simulation.run(until=3.0)
+    assert station.busy_s == 3.0
+    simulation.run(until=5.0)
+    station.serve(1.0)
+    simulation.run(until=7.0)
+    assert station.busy_s == 5.0
+
+
+def test_threads_share_cores() -> None:
+    """a and c take the two cores; d waits for one, and b for its own thread and then for a core."""
+    simulation = simpy.Environment()
+    cores = simpy.Resource(simulation, 2)
+    one, two, three = (Thread(simulation, cores) for _ in range(3))
+    ended_s = visits(simulation, [("a", one), ("b", one), ("c", two), ("d", three)])
     assert ended_s == [("a", 1.0), ("c", 1.0), ("d", 2.0), ("b", 2.0), ("all", 2.5)]
     assert one.busy_s == 2.0
 
