@@ -116,7 +116,17 @@ def bsp_table(client: ps.Client, name: str, codec: str) -> ps.TableHandle:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", ["none", "int8", "sign", "topk:0.1", "randomk:0.1"])
+@pytest.mark.parametrize(
+    "codec",
+    [
+        "none",
+        "topk:0.1",
+        *(
+            pytest.param(codec, marks=pytest.mark.thorough)
+            for codec in ("int8", "sign", "randomk:0.1")
+        ),
+    ],
+)
 def test_bsp_parameters_are_those_of_an_undisturbed_run(scene: Scene, codec: str) -> None:
     cluster = scene.cluster
     dying = cluster.have(3)[1]

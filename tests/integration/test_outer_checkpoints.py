@@ -63,7 +63,12 @@ class Run:
 
 @pytest.mark.timeout(180)  # four clusters, one after the other
 @pytest.mark.parametrize(
-    "options", [{}, {"push_codec": "int8", "pull_codec": "bf16"}], ids=["whole", "int8"]
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.thorough),
+        {"push_codec": "int8", "pull_codec": "bf16"},
+    ],
+    ids=["whole", "int8"],
 )
 def test_bsp_goes_on_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> None:
     """From one step after an outer step, and from two; and from right after one."""
