@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import simpy
 from simpy.events import ProcessGenerator
 

@@ -97,6 +97,15 @@ def test_the_script_for_outer_steps_learns_with_fewer_steps_on_the_network(tmp_p
     assert pushed[1] / pushed[0] == pytest.approx(1 / 20, rel=0.02)
 
 
+def test_a_plan_is_what_its_page_shows(tmp_path: Path) -> None:
+    page = PageFolder("guides/PLANNING.md", tmp_path)
+    lines = page.commands()
+    for line, shown in zip(lines, page.blocks("text"), strict=False):  # later blocks measure
+        printed = [each.rstrip() for each in page.type(line).splitlines()]
+        assert printed == shown.splitlines()
+    assert "Step time over bandwidth" in (tmp_path / "plan.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.thorough
 def test_the_model_with_rows_on_the_servers_learns(tmp_path: Path) -> None:
     page = PageFolder("guides/EMBEDDINGS.md", tmp_path)
