@@ -1,9 +1,11 @@
-"""What processes of a simulated cluster queue for and wait for, on simpy's clock."""
+"""Queues and latches of a simulated cluster, on simpy's clock."""
 
 from __future__ import annotations
 
+import heapq
+from collections import deque
+
 import simpy
-from simpy.events import ProcessGenerator
 
 
 class Station:
@@ -27,30 +29,51 @@ class Station:
         return self._simulation.timeout(self._free_s - now_s)
 
 
-class Thread(Station):
-    """A thread that needs one of the cores that it shares with others: first come, first served."""
+class Cores:
+    """The cores of a host, which its threads share: who asks first is served first."""
 
-    def __init__(self, simulation: simpy.Environment, cores: simpy.Resource) -> None:
+    def __init__(self, count: int) -> None:
+        self._free_s = [0.0] * count
+
+    def end_s(self, now_s: float, seconds: float) -> float:
+        """The time at which a core that is taken now has done so many seconds of work."""
+        end_s = max(now_s, self._free_s[0]) + seconds
+        heapq.heapreplace(self._free_s, end_s)
+        return end_s
+
+
+class Thread(Station):
+    """A thread that asks for a core in each of its turns."""
+
+    def __init__(self, simulation: simpy.Environment, cores: Cores) -> None:
         super().__init__(simulation)
         self._cores = cores
-        self._turn = simpy.Resource(simulation)
+        self._visits: deque[tuple[float, simpy.Event]] = deque()
         self._done_s = 0.0
 
     @property
     def busy_s(self) -> float:
-        """The seconds of work that is done."""
+        """The seconds of work done in turns that are over."""
         return self._done_s
 
     def serve(self, seconds: float) -> simpy.Event:
-        return self._simulation.process(self._served(seconds))
+        served: simpy.Event = self._simulation.event()
+        self._visits.append((seconds, served))
+        if len(self._visits) == 1:
+            self._begin()
+        return served
 
-    def _served(self, seconds: float) -> ProcessGenerator:
-        with self._turn.request() as turn:
-            yield turn
-            with self._cores.request() as core:
-                yield core
-                yield self._simulation.timeout(seconds)
+    def _begin(self) -> None:
+        now_s = self._simulation.now
+        end_s = self._cores.end_s(now_s, self._visits[0][0])
+        simpy.Timeout(self._simulation, end_s - now_s).callbacks.append(self._end)
+
+    def _end(self, _: simpy.Event) -> None:
+        seconds, served = self._visits.popleft()
         self._done_s += seconds
+        if self._visits:
+            self._begin()
+        served.succeed()
 
 
 class Latch:

@@ -28,7 +28,7 @@ from simpy.events import ProcessGenerator
 from ps_cli.compare.modes import ComparedMode
 from ps_cli.plan.cluster import PlannedCluster, load_of
 from ps_cli.plan.costs import Costs
-from ps_cli.plan.simulation import Latch, Station, Thread
+from ps_cli.plan.simulation import Cores, Latch, Station, Thread
 from ps_core.consistency import Mode
 
 _FEWEST_SEGMENTS, _MOST_SEGMENTS = 8, 32
@@ -89,7 +89,7 @@ def planned_step(cluster: PlannedCluster, mode: ComparedMode, costs: Costs) -> P
 class _Node:
     """A node: the directions of its link, and the one thread of its process that counts."""
 
-    def __init__(self, simulation: simpy.Environment, cores: simpy.Resource | None) -> None:
+    def __init__(self, simulation: simpy.Environment, cores: Cores | None) -> None:
         self.cpu = Thread(simulation, cores) if cores else Station(simulation)
         self.sending, self.receiving = Station(simulation), Station(simulation)
         self.computed_s = self.waited_s = 0.0
@@ -132,9 +132,7 @@ class _Cluster:
         self._load = load_of(planned, mode, costs)
         self._simulation = simpy.Environment()
         self._gate = _Gate(self._simulation)
-        cores = None
-        if planned.host_cores:
-            cores = simpy.Resource(self._simulation, planned.host_cores)
+        cores = Cores(planned.host_cores) if planned.host_cores else None
         self._workers = [_Node(self._simulation, cores) for _ in range(planned.worker_count)]
         server_count = planned.server_count if cores else 1
         self._servers = [_Node(self._simulation, cores) for _ in range(server_count)]

@@ -14,7 +14,7 @@ import ps_worker as ps
 from ps_cli.compare.modes import ComparedMode
 from ps_cli.plan.cluster import PlannedCluster
 from ps_cli.plan.costs import Costs, Ends
-from ps_cli.plan.simulation import Latch, Station, Thread
+from ps_cli.plan.simulation import Cores, Latch, Station, Thread
 from ps_cli.plan.steps import PlannedStep, planned_step
 from ps_core.codecs.choices import PushCodec
 from ps_core.errors import InvalidConfig
@@ -108,7 +108,7 @@ def test_a_station_is_busy_for_the_part_that_it_has_done() -> None:
 def test_threads_share_cores() -> None:
     """a and c take the two cores; d waits for one, and b for its own thread and then for a core."""
     simulation = simpy.Environment()
-    cores = simpy.Resource(simulation, 2)
+    cores = Cores(2)
     one, two, three = (Thread(simulation, cores) for _ in range(3))
     ended_s = visits(simulation, [("a", one), ("b", one), ("c", two), ("d", three)])
     assert ended_s == [("a", 1.0), ("c", 1.0), ("d", 2.0), ("b", 2.0), ("all", 2.5)]
@@ -203,7 +203,7 @@ def test_a_worker_that_is_always_slow(mode: str, expected_s: float) -> None:
         assert found.bottleneck == "stragglers"
         assert found.busy["stragglers"] == pytest.approx(7 / 8 * 2 / 3, rel=0.05)
     if mode == "bsp:backup=1":
-        assert found.steps_per_s == pytest.approx(7.0, rel=0.05)
+        assert found.steps_per_s == pytest.approx(7.0, rel=0.02)
 
 
 def test_turns_of_slow_workers_cost_bsp_the_slowest_and_asp_the_mean() -> None:
@@ -212,6 +212,14 @@ def test_turns_of_slow_workers_cost_bsp_the_slowest_and_asp_the_mean() -> None:
     assert step(cluster, "bsp").step_s == pytest.approx(3.0)
     assert step(cluster, "asp").step_s == pytest.approx(1.5, rel=0.05)
     assert 1.5 < step(cluster, "ssp:1").step_s < 3.0
+
+
+def test_a_worker_whose_step_was_discarded_goes_on_where_the_others_are() -> None:
+    """Each is slow for three clocks, in which the others make the updates without it."""
+    turns = ps.ComputeTime.parsed("rotating:1s,3200ms,burst=3,seed=1")
+    found = step(replace(FAST, worker_count=4, compute=turns), "bsp:backup=1")
+    assert found.step_s == pytest.approx(1.0, rel=0.1)
+    assert found.steps_per_s == pytest.approx(3.0, rel=0.1)
 
 
 def test_a_replica_takes_an_update_under_bsp_and_each_push_under_asp() -> None:
