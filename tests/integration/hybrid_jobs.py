@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ps_worker as ps
-from ps_worker.training.hybrid import gradient_reduction
+from ps_worker.training.among_workers import gradient_reduction
 from pushpull.jagged import EmbeddingBagConfig, KeyedJaggedTensor
 
 DIM, IDS = 4, 20

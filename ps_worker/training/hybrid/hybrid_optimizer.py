@@ -38,10 +38,7 @@ from ps_worker.spec.flat_layout import plain_name
 from ps_worker.spec.optimizers import SGD, Outer, ServerOptimizer
 from ps_worker.spec.training_options import OptimizerOptions
 from ps_worker.steps.steps import StepResult
-from ps_worker.training.clipping import multiply_gradients
-from ps_worker.training.distributed_optimizer import DistributedOptimizer
-from ps_worker.training.embedding import has_embeddings
-from ps_worker.training.hybrid.gradient_reduction import (
+from ps_worker.training.among_workers.gradient_reduction import (
     GradientReduction,
     is_sharded,
     own_part,
@@ -49,9 +46,12 @@ from ps_worker.training.hybrid.gradient_reduction import (
     unwrapped,
     whole,
 )
+from ps_worker.training.among_workers.peers import Peers
+from ps_worker.training.among_workers.process_group import init_process_group
+from ps_worker.training.clipping import multiply_gradients
+from ps_worker.training.distributed_optimizer import DistributedOptimizer
+from ps_worker.training.embedding import has_embeddings
 from ps_worker.training.hybrid.imported_half import take_imported
-from ps_worker.training.hybrid.peers import Peers
-from ps_worker.training.hybrid.process_group import init_process_group
 from ps_worker.training.hybrid.workers_half import WorkersHalf
 from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.module_buffers import persistent_buffers

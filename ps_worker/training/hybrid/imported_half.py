@@ -16,7 +16,7 @@ from ps_core.tables.elements import DType
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.reader import CheckpointReader
 from ps_runtime.observe import logs
-from ps_worker.training.hybrid.gradient_reduction import is_sharded
+from ps_worker.training.among_workers.gradient_reduction import is_sharded
 
 _SHOWN_COUNT = 5
 

@@ -17,7 +17,7 @@ from torch import nn
 from ps_core.errors import InvalidCheckpoint, listed
 from ps_worker.client.client import Client
 from ps_worker.spec.flat_layout import plain_name
-from ps_worker.training.hybrid.gradient_reduction import is_sharded, own_part
+from ps_worker.training.among_workers.gradient_reduction import is_sharded, own_part
 from ps_worker.training.module_buffers import persistent_buffers
 
 _SHOWN_COUNT = 5

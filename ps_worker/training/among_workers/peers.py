@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ps_core.cluster_view import ClusterView, Node, NodeState, Role
 from ps_core.errors import PushpullError, WaitExpired, WorkerLost
 from ps_runtime.system.clock import now_s
-from ps_worker.training.hybrid.process_group import leave_as_it_is
+from ps_worker.training.among_workers.process_group import leave_as_it_is
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client

@@ -21,7 +21,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ps_worker.training.hybrid.peers import Peers
+from ps_worker.training.among_workers.peers import Peers
 from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.tables.inspection import is_finite
 
