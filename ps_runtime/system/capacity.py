@@ -89,10 +89,14 @@ def available_bytes(root: Path = _ROOT) -> int:
     return max(0, min(left)) if left else -1
 
 
+def machine_name() -> str:
+    """A name for the machine, the same in all of its containers. Blocking: reads a file."""
+    return text_of(_ROOT / "proc/sys/kernel/random/boot_id") or socket.gethostname()
+
+
 def memory_pool() -> str:
     """A name for the memory that the processes of one machine, or of one container, share."""
-    boot = text_of(_ROOT / "proc/sys/kernel/random/boot_id")
-    return f"{boot}/{socket.gethostname()}"[:128]
+    return f"{machine_name()}/{socket.gethostname()}"[:128]
 
 
 def _machine(root: Path, wanted: str = "MemTotal") -> Iterator[int]:

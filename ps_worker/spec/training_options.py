@@ -13,6 +13,9 @@ from ps_core.tables.optimizers import Kernels
 from ps_core.tables.table_spec import Reduction
 from ps_worker.spec.settings import BSP, check_options, consistency_of, require_one_of
 
+HOST = "host"
+"""The `aggregate_within` of the workers of one machine."""
+
 
 class OptimizerOptions(TypedDict, total=False):
     """The keyword arguments of `DistributedOptimizer`, which describes them."""
@@ -31,6 +34,7 @@ class OptimizerOptions(TypedDict, total=False):
     recompute: int
     push_codec: str | None
     pull_codec: str | None
+    aggregate_within: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,7 @@ class TrainingOptions:
     recompute: int = 3
     push_codec: str | None = None
     pull_codec: str | None = None
+    aggregate_within: str | None = None
 
     def __post_init__(self) -> None:
         require_one_of("mode", self.mode, ("sealed", "eager"))
@@ -78,6 +83,23 @@ class TrainingOptions:
             raise InvalidConfig(
                 f"buffers is 'mean' under {self.consistency}, where nothing is averaged; expected "
                 "BSP"
+            )
+        if self.aggregate_within is not None:
+            self._check_aggregates()
+
+    def _check_aggregates(self) -> None:
+        given = f"aggregate_within is {self.aggregate_within!r}"
+        if not self.aggregate_within:
+            raise InvalidConfig(f"{given}; expected '{HOST}', the name of a group, or None")
+        if not self.is_in_lockstep:
+            raise InvalidConfig(
+                f"{given} under {self.consistency}, where workers are not at one step; expected "
+                "BSP without backup workers"
+            )
+        if self.is_eager:
+            raise InvalidConfig(
+                f"{given} in 'eager' mode, where gradients leave before workers have reduced them; "
+                "expected mode='sealed' (the default)"
             )
 
     @classmethod

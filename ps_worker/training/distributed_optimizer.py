@@ -54,6 +54,7 @@ from ps_worker.spec.settings import consistency_of
 from ps_worker.spec.training_options import OptimizerOptions, TrainingOptions
 from ps_worker.steps.steps import StepResult
 from ps_worker.training import joining
+from ps_worker.training.among_workers.worker_group import worker_group
 from ps_worker.training.embedding import has_embeddings, owned_rows
 from ps_worker.training.local_optimizer import inner_optimizer
 from ps_worker.training.model_pull import known_birth, table_prefix
@@ -139,6 +140,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             next gradients and into checkpoints. `docs/guides/COMPRESSION.md` compares them.
         pull_codec (str | None, the client's): how parameters travel to this worker: "none", "bf16",
             "fp16", or "int8", which rounds them to the nearest: nothing is fed back.
+        aggregate_within (str | None, None): workers that give the same name here push and pull as
+            one: they reduce their gradients with torch.distributed, and the one of lowest rank
+            pushes the result and gives the others what it pulls. "host": those of one machine. BSP
+            only, with the servers' optimizers and without Embeddings. All workers give a name, or
+            none. `docs/guides/COMPRESSION.md` says when it pays.
 
     Attributes:
         results: the results of the last step, one a table: blocks that were too stale
@@ -164,6 +170,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Raises:
         InvalidConfig: a setting is wrong, or the name is in use.
         TableExists: another worker trains another model under this name.
+        JoinRefused: `aggregate_within` in a worker that joins others that train.
         WaitExpired: rank 0 or servers are missing.
     """
 
@@ -200,6 +207,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if checked.buffers == "mean" and self._module is None:
             raise InvalidConfig("buffers is 'mean' without a module; give module=")
         has_rows = self._module is not None and has_embeddings(self._module)
+        if checked.aggregate_within and (
+            has_rows or isinstance(optimizer, Aggregate | Add | Outer)
+        ):
+            raise InvalidConfig(
+                f"aggregate_within is {checked.aggregate_within!r} with "
+                + ("Embeddings" if has_rows else type(optimizer).__name__)
+                + ", which each worker pushes for itself; expected one of the servers' optimizers "
+                "and no Embeddings"
+            )
         groups = named_groups(parameters, self._module, may_be_empty=has_rows)
         _check_reduces_alone(groups, self._client.world_size)
         if self._model.moves and checked.is_eager:
@@ -231,6 +247,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _start(self) -> None:
         """Create the tables, and start from rank 0's values."""
         options, imported = self._model.options, self._client.checkpoints.imported
+        self._model.group = worker_group(self._client, options)
         if self._module is not None:
             self._rows.extend(owned_rows(self._module, self._client, self))
             self._model.check_rows_fit(options.consistency)
@@ -292,6 +309,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             GradientChangedAfterPush: in eager mode.
             EditRefused: parameters were changed since the last step, and not alike by all workers,
                 or not under BSP, or by a joining worker. The step was not taken; the changes stay.
+            WorkerLost: with `aggregate_within`, a worker has ended, and so has this run.
             WaitExpired: workers or servers are missing; the message names them. The step stays
                 sealed. The next call waits for it, and takes a step of its own only after a
                 backward pass, or if the script has written other gradients (by replaying a CUDA
@@ -568,6 +586,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for layout in table_layouts(prefix, group)
         ]
         for table in tables:
+            table.is_followed = not self._model.group.is_leader
             self._keep_residuals(table)
         if isinstance(optimizer, Custom) and tables:
             # Fill in the servers' defaults, so that schedulers find and change them.
@@ -652,7 +671,7 @@ def _hooked(
         model.are_replayed = True
         return
     model.gradient_came()
-    if model.moves:  # what it pushes exists only after the step
+    if model.moves or not model.group.is_alone:  # what it pushes exists only after the step
         return
     arrives = model.options.applies_on_arrival
     table.hooked(index, model.hyperparameters(table, optimizer.param_groups) if arrives else ())

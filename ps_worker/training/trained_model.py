@@ -36,6 +36,7 @@ from ps_worker.spec.optimizers import (
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.inner_steps import InnerSteps
 from ps_worker.steps.steps import Pulled, PushTicket, StepResult, TableHandle
+from ps_worker.training.among_workers.worker_group import WorkerGroup
 from ps_worker.training.clipping import UpdateScaling, multiply_gradients, norm_and_factor
 from ps_worker.training.common_model import CommonModel
 from ps_worker.training.interrupts import uninterrupted
@@ -57,7 +58,6 @@ from ps_worker.training.planned_edits import (
 from ps_worker.training.served_state import LoadedState, State, arrays_of, is_same, pulled_arrays
 from ps_worker.training.step_times import StepTimes
 from ps_worker.training.tables.gradient_marks import GradientMarks
-from ps_worker.training.tables.inspection import is_finite
 from ps_worker.training.tables.step_scale import StepScale
 from ps_worker.training.tables.trained_table import TrainedTable
 from ps_worker.training.trained_rows import TrainedRows, check_rows_fit
@@ -93,6 +93,7 @@ class TrainedModel:
 
     Attributes:
         tables, buffers, rows: the owner adds them.
+        group: the workers that push and pull as one; the owner sets it.
         inner: the local optimizer of `Aggregate`, `Add` and `Outer`; the owner sets it.
         inner_steps: its steps since the last outer step (`Outer`).
         results: the results of the last step, by table that is awake; empty if it was skipped.
@@ -111,6 +112,7 @@ class TrainedModel:
         self.tables: list[TrainedTable] = []
         self.buffers: list[BufferTable] = []
         self.rows: list[TrainedRows] = []
+        self.group = WorkerGroup(client, [client.rank])
         self.inner: torch.optim.Optimizer | None = None
         self.results: dict[TrainedTable, StepResult] = {}
         self.row_results: list[StepResult] = []
@@ -128,6 +130,7 @@ class TrainedModel:
         self._is_hooked = False  # a hook of the present step's gradients was called
         self._given = (-1, b"")  # clock and digest of the state that `gave_state` noted
         self._edits = PlannedEdits()
+        self._groups: Groups = ()  # of the last `_step`
         self._join = ModelJoin(client, options.name, self.tables)
         self._times: StepTimes  # from `begin` on
 
@@ -245,6 +248,8 @@ class TrainedModel:
     def is_repeated(self) -> bool:
         """True if `step` would only end the last step, because no gradient has come since."""
         sealed = self._sealed
+        if self.group.has_begun:
+            return True
         if sealed is None or sealed.is_edit:
             return False
         if not sealed.has_gradients and sealed.marks is not None:
@@ -266,19 +271,23 @@ class TrainedModel:
                 "a backward pass in eager mode, whose blocks are applied on arrival, before a "
                 "synchronize() that was interrupted has ended; call synchronize() until it returns"
             )
-        if self._sealed is None:
-            return
-        if self.aggregates:
+        if self.group.has_begun or (self.aggregates and self._sealed is not None):
             raise InvalidConfig(
                 "a backward pass before the last step has ended, which will write the reduced "
                 "gradients; call step() or zero_grad() until it returns"
             )
-        self._sealed.has_gradients = True
+        if self._sealed is not None:
+            self._sealed.has_gradients = True
 
     def end_step(self) -> None:
         """End the step whose end an earlier call has not seen, if there is one; blocks and raises
         as `step`, but not again for a gradient that was not finite.
         """
+        if self.group.has_begun:
+            self.results = self._step(self._groups, StepScale())
+        self._end_sealed()
+
+    def _end_sealed(self) -> None:
         if self._sealed is not None:
             self._sealed.problem = ""
             self.results = self._end(self._sealed)
@@ -305,7 +314,7 @@ class TrainedModel:
         raises as `DistributedOptimizer.step`.
         """
         self.results = {}
-        sealed = self._sealed if self.is_repeated else None
+        sealed = self._sealed if self.is_repeated and not self.group.has_begun else None
         before = None if closure is None or sealed is not None else self._state_before()
         if sealed is None:
             self.results = self._step(groups, scale, meanwhile=meanwhile)
@@ -367,13 +376,15 @@ class TrainedModel:
         meanwhile: Callable[[], object] | None = None,
     ) -> dict[TrainedTable, StepResult]:
         """Take one step; returns its results by table that is awake, none if it was skipped."""
-        self.end_step()
+        self._end_sealed()
+        self._groups = groups
         self.row_results = []
         self._times.computed(1 + self.clock)
         self._common.go_on()
         self._wait_pending()
         for table in self.tables:
             table.check_dtype()
+        scale = self.group.reduced(self.tables, scale)
         self._take_edits()
         with uninterrupted():
             if self.outer is not None:
@@ -381,6 +392,7 @@ class TrainedModel:
                 scale = StepScale()
             is_due = self.outer is None or self.inner_steps.are_all_taken
             sealed = self._sealed = self._seal(groups, scale, before) if is_due else None
+            self.group.sealed()
         if sealed is None:
             self._times.ended()
             return {}
@@ -520,6 +532,7 @@ class TrainedModel:
         """Go on to the next planned edit; after a refusal, plan anew with the next step."""
         if sealed.refused is not None or sealed.problem:
             self._edits.forget()
+            self.group.sealed()  # no worker has sealed a step of its gradients
             return
         self._edits.taken()
         if not self._edits:
@@ -609,10 +622,11 @@ class TrainedModel:
     def _end(self, sealed: _SealedStep) -> dict[TrainedTable, StepResult]:
         """Wait for the end of a step, and take over its result; returns as `_step`."""
         try:
-            for table in sealed.tickets:
-                pulled = _finished(table, sealed)
-                if pulled is not None:
-                    sealed.pulled[table] = pulled
+            with self.group.sharing([*sealed.tickets]):
+                for table in sealed.tickets:
+                    pulled = _finished(table, sealed)
+                    if pulled is not None:
+                        sealed.pulled[table] = pulled
             with uninterrupted():
                 self._take_over(sealed)
             for buffers in self.buffers:
@@ -759,11 +773,8 @@ class TrainedModel:
 
     def _not_finite_words(self, norm: float) -> str:
         for table in self.tables:
-            for entry in table.layout.placed:
-                gradient = entry.tensor.grad
-                is_dense = gradient is not None and gradient.layout is torch.strided
-                if gradient is not None and is_dense and not is_finite(gradient.detach()):
-                    return table.not_finite(entry.name)
+            if words := table.non_finite_gradient():
+                return words
         if words := self.non_finite_rows():
             return words
         step = f"step {1 + self.clock} of '{self.options.name}'"

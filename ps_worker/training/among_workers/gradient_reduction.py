@@ -32,6 +32,9 @@ and 4 ms in place of 10 with four workers on two cores. Beyond this the bytes co
 
 _Kind: TypeAlias = tuple[torch.device, torch.dtype]
 
+Group: TypeAlias = "distributed.ProcessGroup | None"
+"""torch's process group of some workers; None: of all."""
+
 
 def is_sharded(parameter: torch.Tensor) -> bool:
     """True if each worker has a part of it, as under FSDP2."""
@@ -101,17 +104,17 @@ class _Bucket:
             else:
                 torch.mul(parameter.grad.detach(), scale, out=view)
 
-    def begin(self, worker_count: int) -> None:
+    def begin(self, worker_count: int, group: Group) -> None:
         """Begin to add up the workers' values; `finish` waits."""
         if self.values.is_cpu and worker_count * self.values.nbytes <= _DIRECT_BYTES:
             self._received = torch.empty((worker_count, len(self.values)), dtype=self.values.dtype)
             sent = self.values.expand_as(self._received).contiguous()
             self._work = distributed.all_to_all_single(
-                self._received.view(-1), sent.view(-1), async_op=True
+                self._received.view(-1), sent.view(-1), group=group, async_op=True
             )
         else:
             self._received = None
-            self._work = distributed.all_reduce(self.values, async_op=True)
+            self._work = distributed.all_reduce(self.values, group=group, async_op=True)
 
     def finish(self, peers: Peers) -> None:
         """Wait for the sums of the workers' values, in place of this worker's; raises as
@@ -158,12 +161,18 @@ class GradientReduction:
     Args:
         control_count: numbers that travel with them, small enough for their sums to be exact in
             float32.
+        group: the process group of these workers.
     """
 
     def __init__(
-        self, parameters: Iterable[torch.Tensor], control_count: int, worker_count: int
+        self,
+        parameters: Iterable[torch.Tensor],
+        control_count: int,
+        worker_count: int,
+        group: Group = None,
     ) -> None:
         self._worker_count = worker_count
+        self._group = group
         self._control_count = control_count
         kinds: dict[_Kind, list[torch.Tensor]] = {}
         for parameter in parameters:
@@ -188,7 +197,7 @@ class GradientReduction:
             bucket.fill(scale)
         if self._worker_count > 1:
             for bucket in self._sent:
-                bucket.begin(self._worker_count)
+                bucket.begin(self._worker_count, self._group)
 
     def wait(self, peers: Peers) -> None:
         """Wait until every worker has called `begin`. Blocks and raises as `Peers.wait`; a call

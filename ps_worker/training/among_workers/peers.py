@@ -9,6 +9,7 @@ Rules:
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +39,11 @@ REMEDY = (
 
 
 class Peers:
-    """The workers that are there when it is made."""
+    """The workers of these ranks that are there when it is made; None: all."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, ranks: Collection[int] | None = None) -> None:
         self._connection = client.connection
-        self._own_rank = client.rank
+        self._ranks = {*(range(client.world_size) if ranks is None else ranks)} - {client.rank}
         self._ended_before = {node.node_id for node in self._ended(self._view)}
         self._deadline_s = client.connection.deadline_s(None)
 
@@ -58,7 +59,12 @@ class Peers:
     def _lost(self, view: ClusterView) -> list[Node]:
         """The workers that have ended since."""
         ended = (node for node in self._ended(view) if node.node_id not in self._ended_before)
-        return [node for node in ended if node.rank != self._own_rank]
+        return [node for node in ended if node.rank in self._ranks]
+
+    def check(self) -> None:
+        """Raises WorkerLost if a worker has ended since, as far as is known here."""
+        if lost := self._lost(self._view):
+            raise WorkerLost(f"{_words_of(lost)}. {REMEDY}")
 
     def wait(self, work: Any, *, is_cpu: bool) -> None:
         """Wait for the end of a collective call.

@@ -62,7 +62,7 @@ def _problem_of(places: Sequence[_Place], rank: int, worker_count: int) -> str:
         return (
             f"workers {listed(without, _SHOWN_COUNT)} have no torch.distributed process group, and "
             "the others have one; expected one of all workers: call init_process_group at each, or "
-            "at none, and HybridOptimizer makes it"
+            "at none, and it is made"
         )
     for worker, place in sorted(enumerate(places), key=lambda each: each[0] != rank):
         if place is None or tuple(place) == (worker, worker_count):
@@ -79,9 +79,14 @@ def _problem_of(places: Sequence[_Place], rank: int, worker_count: int) -> str:
             )
         return (
             f"{words}: connect with rank=torch.distributed.get_rank(), or set the group up with "
-            "rank=client.rank, or leave that to HybridOptimizer"
+            "rank=client.rank, or call init_process_group at no worker, and it is made"
         )
     return ""
+
+
+def backends() -> str:
+    """What reduces the values of each kind of device."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def _make(client: Client) -> None:
@@ -96,7 +101,7 @@ def _make(client: Client) -> None:
     host, port = client.broadcast(place, name="torch.distributed's store")
     if store is None:
         store = TCPStore(host, port, timeout=timedelta(seconds=_STORE_S))
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = backends()
     distributed.init_process_group(
         backend, store=store, rank=client.rank, world_size=client.world_size
     )

@@ -73,8 +73,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         served: parameters that the servers train as well; `optimizer` has none of them.
         server_optimizer: of `served`, as of `DistributedOptimizer`.
 
-    Options: as of `DistributedOptimizer`, for what the servers train; without `buffers` and `mode`.
-    `clip_norm` is the largest norm of each half.
+    Options: as of `DistributedOptimizer`, for what the servers train; without `buffers`, `mode` and
+    `aggregate_within`. `clip_norm` is the largest norm of each half.
 
     Attributes:
         servers: the `DistributedOptimizer` of what the servers train.
@@ -118,7 +118,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         self._may_be_infinite = bool(options.get("allow_non_finite"))
         self.gradient_norm: float | None = None
         served = list(served)
-        for name in ("buffers", "mode"):
+        for name in ("buffers", "mode", "aggregate_within"):
             if name in options:
                 raise InvalidConfig(f"HybridOptimizer has no {name}=")
         options["buffers"] = None

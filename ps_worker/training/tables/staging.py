@@ -36,7 +36,7 @@ import torch
 from ps_core.errors import InvalidTensor
 from ps_core.tables.elements import pack_presence
 from ps_core.tables.table import Table
-from ps_worker.spec.flat_layout import TORCH_DTYPE, FlatLayout
+from ps_worker.spec.flat_layout import TORCH_DTYPE, FlatLayout, PlacedTensor
 from ps_worker.spec.values import BlockValues, Raw
 from ps_worker.training.tables.device_copies import (
     Arrival,
@@ -136,6 +136,15 @@ def blocks_in(table: Table, values: torch.Tensor) -> Iterator[BlockValues]:
     raw = values.view(torch.uint8).numpy().data
     for block in range(table.block_count):
         yield BlockValues(block, raw[block * size : (block + 1) * size])
+
+
+def check_dense(entry: PlacedTensor, gradient: torch.Tensor) -> None:
+    """Raises InvalidTensor if the gradient of a parameter is sparse, or of another shape."""
+    if gradient.layout is not torch.strided or gradient.shape != entry.tensor.shape:
+        raise InvalidTensor(
+            f"the gradient of '{entry.name}' is {gradient.layout} of shape "
+            f"{tuple(gradient.shape)}; expected a dense one of {tuple(entry.tensor.shape)}"
+        )
 
 
 class GradientStaging:
@@ -365,7 +374,7 @@ class GradientStaging:
             gradient = self.layout.placed[index].tensor.grad
             if gradient is None:
                 continue  # it has gone since it was gathered
-            self._check(index, gradient)
+            check_dense(self.layout.placed[index], gradient)
             self._parameters[index].is_present = True
             for block in self._parameters[index].blocks:
                 self._blocks[block].is_changed = True
@@ -384,14 +393,6 @@ class GradientStaging:
                 self._copying.append((arrival, numbered))
                 self._untold = arrival
         return complete
-
-    def _check(self, index: int, gradient: torch.Tensor) -> None:
-        entry = self.layout.placed[index]
-        if gradient.layout is not torch.strided or gradient.shape != entry.tensor.shape:
-            raise InvalidTensor(
-                f"the gradient of '{entry.name}' is {gradient.layout} of shape "
-                f"{tuple(gradient.shape)}; expected a dense one of {tuple(entry.tensor.shape)}"
-            )
 
     def _mark_staged(self, numbered: Numbered) -> list[int]:
         complete = []

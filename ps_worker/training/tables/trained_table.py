@@ -31,7 +31,7 @@ from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.spec.values import BlockValues
 from ps_worker.training.tables.device_copies import Arrival, from_host
 from ps_worker.training.tables.edits import WrittenValues
-from ps_worker.training.tables.inspection import is_finite
+from ps_worker.training.tables.inspection import is_finite, non_finite, true_numbers
 from ps_worker.training.tables.landings import LANDINGS
 from ps_worker.training.tables.staging import FlatBuffer, GradientStaging, blocks_in
 from ps_worker.training.tables.step_scale import StepScale
@@ -55,6 +55,7 @@ class TrainedTable:
 
     Attributes:
         group: the number of their parameter group.
+        is_followed: another worker pushes and pulls for this one.
         pending: the tickets that `finish` waits for.
     """
 
@@ -69,6 +70,7 @@ class TrainedTable:
         self.layout = layout
         self.group = group
         self.is_asleep = layout.is_frozen
+        self.is_followed = False
         self.handle = client.create_table(
             layout.table_name,
             layout.shapes(),
@@ -281,7 +283,7 @@ class TrainedTable:
             ticket = self._client.tables.begin_step(self.handle).edit(blocks, name, array)
             self.pending.add(ticket)
             self._is_ended = True
-        self.begin_pull()
+        self._begin_result()
         return ticket
 
     def start_state_pull(self, array: str, values: torch.Tensor) -> PullTicket[Pulled]:
@@ -315,7 +317,7 @@ class TrainedTable:
             Words for a gradient that is not finite; then no more is pushed. None if all are finite,
             or need not be, or servers refuse them block by block (eager steps under ASP).
         """
-        if not self.takes_part:
+        if self.is_followed or not self.takes_part:
             return None
         if self._moves:
             return self._push_moved()
@@ -359,6 +361,18 @@ class TrainedTable:
         self._client.tables.begin_step(self.handle).push_blocks(blocks)
         return None
 
+    def non_finite_gradient(self) -> str:
+        """Words for a dense gradient that is not finite; empty if all are. Reads those of the host,
+        or waits for the device.
+        """
+        gradients = ((i, entry.tensor.grad) for i, entry in enumerate(self.layout.placed))
+        dense = [
+            (i, g.detach()) for i, g in gradients if g is not None and g.layout is torch.strided
+        ]
+        bad = true_numbers(non_finite([(i, each) for i, each in dense if not each.is_cpu]))
+        bad.update(i for i, each in dense if each.is_cpu and not is_finite(each))
+        return self.not_finite(self.layout.placed[min(bad)].name) if bad else ""
+
     def not_finite(self, name: str, what: str = "gradient") -> str:
         """Words for a parameter's gradient that is not finite."""
         step = f"step {self.handle.clock + 1} of table '{self.name}'"
@@ -377,17 +391,32 @@ class TrainedTable:
             self.pending.add(ticket)
             self._is_ended = True
             self._was_skipped = skip
-        self.begin_pull()
+        self._begin_result()
         return ticket
+
+    def _begin_result(self) -> None:
+        """Begin to pull the result of a step, unless another worker does."""
+        if self.is_followed:
+            self._prepare_pull()
+        else:
+            self.begin_pull()
 
     def begin_pull(self) -> None:
         """Begin to pull the table at this worker's clock; `finish` waits."""
+        self._prepare_pull()
+        self._pull = self._client.pulls.start(self.handle, self._received.raw)
+        self.pending.add(self._pull)
+
+    def _prepare_pull(self) -> None:
         for arrival in self._arrivals:  # of copies that read the last pull's values
             arrival.synchronize()
         self._arrivals.clear()
         self._written.is_known = False
-        self._pull = self._client.pulls.start(self.handle, self._received.raw)
-        self.pending.add(self._pull)
+
+    @property
+    def pulled_bytes(self) -> torch.Tensor:
+        """The memory of the values that were pulled last."""
+        return self._received.values.view(torch.uint8)
 
     def wait_pending(self) -> None:
         """Wait for a step that an earlier call did not see the end of."""

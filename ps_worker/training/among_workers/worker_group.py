@@ -1,0 +1,217 @@
+"""Workers that push and pull as one: they reduce their gradients, and share one pull.
+
+    each member:  gradients --reduce--> the members' mean, everywhere
+    leader:       the mean, times their number --push--> servers
+    each member:  seal ------------------------------> servers
+    leader:       parameters <--pull-- servers, --broadcast--> members
+
+Rules:
+    - The leader is the member of lowest rank. Every member seals every step; one that pushes
+      nothing takes part with zeros. So the servers know of no group: they divide by all workers,
+      compare what all have sealed, and wait for each of them.
+    - A step that one member skips is skipped by all.
+    - Members make the same calls in the same order: a reduction for each step, and a broadcast for
+      each clock, those of edits included. A step whose reduction has begun is ended by a later call
+      if a deadline or Ctrl-C cut the first one short, since the others take it.
+    - If the leader's step or pull has failed, the others pull for themselves, and are told why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import distributed
+
+from ps_core.errors import PushpullError, WaitExpired
+from ps_runtime.observe import logs
+from ps_runtime.system.capacity import machine_name
+from ps_worker.spec.training_options import HOST, TrainingOptions
+from ps_worker.training.among_workers.gradient_reduction import GradientReduction, Group
+from ps_worker.training.among_workers.peers import Peers
+from ps_worker.training.among_workers.process_group import backends, init_process_group
+from ps_worker.training.interrupts import uninterrupted
+from ps_worker.training.tables.staging import check_dense
+from ps_worker.training.tables.step_scale import StepScale
+from ps_worker.training.tables.trained_table import TrainedTable
+
+if TYPE_CHECKING:
+    from ps_worker.client.client import Client
+
+_Tables: TypeAlias = Sequence[TrainedTable]
+
+
+@dataclass(slots=True)
+class _BegunStep:
+    """A step that the members reduce; `agreed` is what they have agreed on."""
+
+    reduction: GradientReduction
+    problem: str
+    agreed: StepScale | None = None
+
+
+class WorkerGroup:
+    """The members' ranks, in order; this worker alone needs no process group.
+
+    Attributes:
+        is_leader: this worker pushes and pulls for the others.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        ranks: Sequence[int],
+        group: Group = None,
+        *,
+        may_be_infinite: bool = False,
+    ) -> None:
+        self.is_leader = client.rank == ranks[0]
+        self._rank = client.rank
+        self._ranks = ranks
+        self._group = group
+        self._may_be_infinite = may_be_infinite
+        self._peers, self._everyone = Peers(client, ranks), Peers(client)
+        self._reduced: list[TrainedTable] = []
+        self._reduction: GradientReduction | None = None
+        self._begun: _BegunStep | None = None
+        self._flag = torch.zeros(1, dtype=torch.uint8)  # 1: the leader has pulled the values
+        self._works: list[Any] | None = None  # what has not ended of a broadcast; None: not begun
+
+    @property
+    def is_alone(self) -> bool:
+        return len(self._ranks) == 1
+
+    @property
+    def has_begun(self) -> bool:
+        """True if the members' next step was begun, and is not sealed here."""
+        return self._begun is not None
+
+    def sealed(self) -> None:
+        """The step is sealed, or was given up by all workers."""
+        self._begun = None
+
+    def reduced(self, tables: _Tables, scale: StepScale) -> StepScale:
+        """Give the parameters of all tables that are awake the mean of the members' gradients times
+        `scale`; a later call ends what was begun.
+
+        Returns:
+            The scale to seal the step with, the same at each member.
+
+        Blocking: until every member has called it.
+
+        Raises:
+            InvalidTensor: a gradient is sparse.
+            WorkerLost: a worker of the cluster has ended.
+            WaitExpired: a member is late; the next call waits on.
+        """
+        if self.is_alone:
+            return scale
+        if self._begun is None:
+            self._everyone.check()
+            self._begin([table for table in tables if not table.is_asleep], scale)
+        begun = self._begun
+        if begun.agreed is None:
+            begun.reduction.wait(self._peers)
+            with uninterrupted():
+                begun.agreed = self._agreed(begun)
+        return begun.agreed
+
+    def _begin(self, tables: list[TrainedTable], scale: StepScale) -> None:
+        for entry in (entry for table in tables for entry in table.layout.placed):
+            if entry.tensor.grad is not None:
+                check_dense(entry, entry.tensor.grad)
+        problem = ""
+        if not scale.skip and not self._may_be_infinite:
+            problem = next(filter(None, (table.non_finite_gradient() for table in tables)), "")
+        if self._reduction is None or tables != self._reduced:
+            parameters = (entry.tensor for table in tables for entry in table.layout.placed)
+            count = len(self._ranks)
+            self._reduction = GradientReduction(parameters, 1 + count, count, self._group)
+            self._reduced = tables
+        has_problem = [float(bool(problem) and rank == self._rank) for rank in self._ranks]
+        with uninterrupted():  # the others count on it
+            self._reduction.begin([float(scale.skip), *has_problem], scale.contribution_scale)
+            self._begun = _BegunStep(self._reduction, problem)
+
+    def _agreed(self, begun: _BegunStep) -> StepScale:
+        reduced, problem = begun.reduction.finish(), begun.problem
+        skips, *problems = reduced.control
+        if not problem and any(problems):
+            rank = next(r for r, has_one in zip(self._ranks, problems, strict=True) if has_one)
+            problem = f"worker {rank}, of the same group, has a gradient with an infinity or a NaN"
+        if not (problem or skips or reduced.is_finite or self._may_be_infinite):
+            problem = f"the sum of the gradients of workers {self._ranks} has an infinity or a NaN"
+        if problem or skips:
+            return StepScale(skip=True, problem=problem)
+        return StepScale(float(len(self._ranks)))
+
+    @contextlib.contextmanager
+    def sharing(self, tables: _Tables) -> Iterator[None]:
+        """Around the wait for a clock's end: after it, every member has the values that the leader
+        has pulled of `tables`.
+
+        Blocking: until the leader's pull has ended.
+
+        Raises:
+            WorkerLost: a member has ended.
+            WaitExpired: the leader is late; the next call waits on.
+        """
+        if not (self.is_alone or self.is_leader):
+            self._broadcast(tables)
+            if not self._flag:
+                self._flag.fill_(1)
+                for table in tables:
+                    table.begin_pull()
+        try:
+            yield
+        except PushpullError as error:
+            if not isinstance(error, WaitExpired):
+                if self.is_leader and not self.is_alone:
+                    with contextlib.suppress(PushpullError):  # the script hears of its own
+                        self._broadcast(tables, is_pulled=False)
+                self._works = None
+            raise
+        if self.is_leader and not self.is_alone:
+            self._broadcast(tables)
+        self._works = None
+
+    def _broadcast(self, tables: _Tables, *, is_pulled: bool = True) -> None:
+        """Give the leader's values to all; ends a broadcast that was begun."""
+        if self._works is None:
+            self._flag.fill_(is_pulled)
+            with uninterrupted():
+                self._works = [
+                    distributed.broadcast(values, self._ranks[0], self._group, async_op=True)
+                    for values in (self._flag, *(table.pulled_bytes for table in tables))
+                ]
+        while self._works:
+            self._peers.wait(self._works[0], is_cpu=True)
+            del self._works[0]
+
+
+def worker_group(client: Client, options: TrainingOptions) -> WorkerGroup:
+    """The group of this worker, as `aggregate_within` says.
+
+    Blocking: until every worker has called it.
+
+    Raises:
+        InvalidConfig: the torch.distributed process group is not the cluster's workers.
+        JoinRefused: this worker joins others that train.
+    """
+    name = options.aggregate_within
+    if name is None or client.world_size == 1:
+        return WorkerGroup(client, [client.rank])
+    init_process_group(client)
+    label = machine_name() if name == HOST else name
+    groups: dict[str, list[int]] = {}
+    for rank, each in enumerate(client.gather(label, name=f"the groups of '{options.name}'")):
+        groups.setdefault(each, []).append(rank)
+    made = {
+        each: distributed.new_group(ranks, backend=backends()) for each, ranks in groups.items()
+    }
+    ranks = groups[label]
+    logs.info("worker_group_made", name=options.name, group=name, ranks=ranks, leader=ranks[0])
+    return WorkerGroup(client, ranks, made[label], may_be_infinite=options.allow_non_finite)
