@@ -1,59 +1,243 @@
-"""Jobs of the workers in the tests of `aggregate_within`, each in a process of its own."""
+"""What the workers of `test_worker_groups.py` run, each in a process of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 import ps_worker as ps
+from ps_worker.training.among_workers import gradient_reduction
+from tests.integration.edit_jobs import EDITS
+from tests.integration.hybrid_jobs import refused
+from tests.integration.training_jobs import EXACT, Values, normed
 from tests.integration.training_models import Branched, batches, seeded, values
 
-Values = dict[str, torch.Tensor]
+MOST_STEPS = 8
+_kept: dict[str, Trainer] = {}
 
-EXACT: dict[str, Any] = {"kernels": "exact", "block_elements": 64}
 
+class Trainer:
+    """A model in training; each worker gives the name of its group, if there are groups."""
 
-def optimizer_for(
-    client: ps.Client, model: nn.Module, groups: Sequence[str], **options: Any
-) -> ps.DistributedOptimizer:
-    """Each worker gives the name of its group; without names there are no groups."""
-    ours = options.pop("optimizer", ps.SGD(lr=0.1, momentum=0.9))
-    if groups:
-        options["aggregate_within"] = groups[client.rank]
-    return ps.DistributedOptimizer(client, model, ours, **{**EXACT, **options})
+    def __init__(
+        self,
+        client: ps.Client,
+        name: str,
+        groups: Sequence[str],
+        make: Callable[[], nn.Module] = Branched,
+        **options: Any,
+    ) -> None:
+        self.client = client
+        self.model = seeded(make, seed=client.rank)
+        self.inputs = list(batches(MOST_STEPS, rank=client.rank))
+        ours = options.pop("optimizer", ps.SGD(lr=0.1, momentum=0.9))
+        if groups:
+            options["aggregate_within"] = groups[client.rank]
+        self.optimizer = ps.DistributedOptimizer(
+            client, self.model, ours, name=name, **{**EXACT, **options}
+        )
+        self.progress = client.progress()  # at first
+
+    def loss(self, step: int) -> torch.Tensor:
+        """Odd ranks leave out a branch in odd steps."""
+        branch = {"is_long": is_long(step, self.client.rank)} if self.is_branched else {}
+        loss: torch.Tensor = self.model(self.inputs[step], **branch).square().mean()
+        return loss
+
+    @property
+    def is_branched(self) -> bool:
+        return isinstance(self.model, Branched)
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            self.optimizer.zero_grad()
+            self.loss(step).backward()
+            self.optimizer.step()
+
+    @property
+    def values(self) -> Values:
+        return values(self.model)
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Pushed and pulled since it was made."""
+        now, first = self.client.progress(), self.progress
+        return now.pushed_bytes - first.pushed_bytes, now.pulled_bytes - first.pulled_bytes
 
 
 def is_long(step: int, rank: int) -> bool:
-    """Odd ranks leave out a branch in odd steps."""
     return (step * rank) % 2 == 0
 
 
-@dataclass
-class Trained:
-    """What came of a run, after its first step."""
+class Trained(NamedTuple):
+    """The parameters after each step, and what moved."""
 
     history: list[Values]
-    pushed_bytes: int
-    pulled_bytes: int
+    moved_bytes: tuple[int, int]
 
 
-def train(
-    client: ps.Client, name: str, groups: Sequence[str], steps: int, **options: Any
-) -> Trained:
-    model = seeded(Branched, seed=client.rank)
-    optimizer = optimizer_for(client, model, groups, name=name, **options)
-    history = []
-    before = client.progress()
-    for step, x in enumerate(batches(steps, rank=client.rank)):
-        optimizer.zero_grad()
-        model(x, is_long=is_long(step, client.rank)).square().mean().backward()
-        optimizer.step()
-        history.append(values(model))
-    after = client.progress()
-    return Trained(
-        history, after.pushed_bytes - before.pushed_bytes, after.pulled_bytes - before.pulled_bytes
-    )
+def train(client: ps.Client, steps: int, *, is_direct: bool = True, **options: Any) -> Trained:
+    trainer = Trainer(client, **options)
+    history, direct_bytes = [], gradient_reduction._DIRECT_BYTES
+    try:
+        gradient_reduction._DIRECT_BYTES = direct_bytes if is_direct else 0
+        for step in range(steps):
+            trainer.train(range(step, step + 1))
+            history.append(trainer.values)
+    finally:
+        gradient_reduction._DIRECT_BYTES = direct_bytes
+    return Trained(history, trainer.moved_bytes)
+
+
+def go_on(client: ps.Client, name: str, steps: range, **options: Any) -> Values:
+    """Train a model of this process further; it is made when its first step comes."""
+    if not steps.start:
+        _kept[name] = Trainer(client, name=name, **options)
+    _kept[name].train(steps)
+    return _kept[name].values
+
+
+def kept(
+    client: ps.Client, name: str, groups: Sequence[str], ends: list[int], *, is_saved: bool = False
+) -> list[Values]:
+    """Train from where the cluster is, and checkpoint at the first end if `is_saved`; the values at
+    first, and at each end.
+    """
+    trainer = Trainer(client, name, groups, push_codec="int8", pull_codec="bf16")
+    found = [trainer.values]
+    for end in ends:
+        trainer.train(range(trainer.optimizer.clock, end))
+        found.append(trainer.values)
+        if is_saved and end == ends[0]:
+            client.checkpoint().wait()
+    return found
+
+
+def train_normed(client: ps.Client, name: str, groups: Sequence[str], buffers: str) -> Values:
+    trainer = Trainer(client, name, groups, normed, buffers=buffers)
+    trainer.train(range(3))
+    return trainer.values
+
+
+def train_with_nan(
+    client: ps.Client, name: str, groups: Sequence[str], bad_rank: int
+) -> tuple[str, Values]:
+    """One worker's gradient is not finite in the second of three steps; what each is told."""
+    trainer, told = Trainer(client, name, groups), ""
+    for step in range(3):
+        trainer.optimizer.zero_grad()
+        trainer.loss(step).backward()
+        if (step, client.rank) == (1, bad_rank):
+            trainer.model.last.weight.grad[0, 0] = float("nan")
+        try:
+            trainer.optimizer.step()
+        except ps.InvalidTensor as error:
+            told = error.message
+    return told, trainer.values
+
+
+def train_with_scaler(
+    client: ps.Client, name: str, groups: Sequence[str], bad_rank: int
+) -> tuple[Values, float]:
+    """Each worker has a loss scale of its own; that of one overflows in the second of three."""
+    trainer = Trainer(client, name, groups)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 + client.rank))
+    for step in range(3):
+        factor = float("inf") if (step, client.rank) == (1, bad_rank) else 1.0
+        trainer.optimizer.zero_grad()
+        scaler.scale(trainer.loss(step) * factor).backward()
+        scaler.step(trainer.optimizer)
+        scaler.update()
+    return trainer.values, scaler.get_scale()
+
+
+def edit(
+    client: ps.Client, name: str, groups: Sequence[str], edited: Sequence[int]
+) -> tuple[str, Values]:
+    """These ranks clamp their parameters before the second of four steps. Who is refused undoes
+    that, and takes the step; what it was told.
+    """
+    trainer, told = Trainer(client, name, groups), ""
+    trainer.train(range(1))
+    before = trainer.values
+    trainer.optimizer.zero_grad()
+    trainer.loss(1).backward()
+    if client.rank in edited:
+        EDITS["clamp_"](trainer.model)
+    try:
+        trainer.optimizer.step()
+    except ps.EditRefused as error:
+        told = error.message
+        trainer.model.load_state_dict(before)
+        trainer.train(range(1, 2))
+    trainer.train(range(2, 4))
+    return told, trainer.values
+
+
+def load(client: ps.Client, name: str, groups: Sequence[str]) -> Values:
+    """Train, and go back to the first step, with its state."""
+    trainer = Trainer(client, name, groups, optimizer=ps.Adam(lr=0.01))
+    trainer.train(range(1))
+    before, state = trainer.values, trainer.optimizer.state_dict()
+    trainer.train(range(1, 3))
+    trainer.model.load_state_dict(before)
+    trainer.optimizer.load_state_dict(state)
+    trainer.train(range(1, 3))
+    return trainer.values
+
+
+def unfreeze(client: ps.Client, name: str, groups: Sequence[str]) -> Values:
+    """Some parameters are trained from the third step on, and a group comes after the fourth."""
+
+    def make() -> nn.Module:
+        model: Any = Branched()
+        model.first.requires_grad_(False)
+        return model
+
+    trainer = Trainer(client, name, groups, make)
+    late = nn.Linear(3, 3)
+    trainer.train(range(2))
+    trainer.model.first.requires_grad_(True)
+    trainer.train(range(2, 4))
+    trainer.optimizer.add_param_group({"params": late.parameters()})
+    trainer.optimizer.zero_grad()
+    late(trainer.model(trainer.inputs[4])).square().mean().backward()
+    trainer.optimizer.step()
+    return {**trainer.values, **values(late)}
+
+
+def disagree(client: ps.Client, name: str, groups: Sequence[str]) -> None:
+    """The last worker has another learning rate."""
+    trainer = Trainer(client, name, groups)
+    if client.rank == client.world_size - 1:
+        trainer.optimizer.param_groups[0]["lr"] = 0.5
+    trainer.train(range(1))
+
+
+def refuse(client: ps.Client) -> list[str]:
+    """What is wrong with some calls."""
+    plain = nn.Linear(2, 2)
+    rows = nn.Sequential(ps.Embedding(client, "refused rows", 2, optimizer=ps.SGD(lr=0.1)))
+
+    def make(model: Any, optimizer: Any, **options: Any) -> object:
+        return ps.DistributedOptimizer(
+            client, model, optimizer, name="refused", **{"aggregate_within": "host", **options}
+        )
+
+    sgd = ps.SGD(lr=0.1)
+    calls: list[Callable[[], object]] = [
+        lambda: make(plain, sgd, consistency="ssp:2"),
+        lambda: make(plain, sgd, consistency=ps.BSP(backup_workers=1)),
+        lambda: make(plain, sgd, mode="eager"),
+        lambda: make(plain, ps.Add(torch.optim.SGD)),
+        lambda: make(rows, sgd),
+        lambda: make(plain, sgd, aggregate_within=""),
+        lambda: make(plain, sgd).set_consistency("asp"),
+        lambda: ps.HybridOptimizer(
+            client, rows, torch.optim.SGD(plain.parameters()), aggregate_within="host"
+        ),
+    ]
+    return [refused(call) for call in calls]
