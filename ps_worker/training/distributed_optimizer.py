@@ -168,9 +168,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Blocking: until all tables exist and this worker has rank 0's parameters.
 
     Raises:
-        InvalidConfig: a setting is wrong, or the name is in use.
+        InvalidConfig: a setting is wrong, or the name is in use; or this worker joins others that
+            train, with `aggregate_within`.
         TableExists: another worker trains another model under this name.
-        JoinRefused: `aggregate_within` in a worker that joins others that train.
         WaitExpired: rank 0 or servers are missing.
     """
 

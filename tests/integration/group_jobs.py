@@ -193,7 +193,7 @@ def unfreeze(client: ps.Client, name: str, groups: Sequence[str]) -> Values:
     """Some parameters are trained from the third step on, and a group comes after the fourth."""
 
     def make() -> nn.Module:
-        model: Any = Branched()
+        model = Branched()
         model.first.requires_grad_(False)
         return model
 
@@ -222,7 +222,7 @@ def refuse(client: ps.Client) -> list[str]:
     plain = nn.Linear(2, 2)
     rows = nn.Sequential(ps.Embedding(client, "refused rows", 2, optimizer=ps.SGD(lr=0.1)))
 
-    def make(model: Any, optimizer: Any, **options: Any) -> object:
+    def make(model: Any, optimizer: Any, **options: Any) -> ps.DistributedOptimizer:
         return ps.DistributedOptimizer(
             client, model, optimizer, name="refused", **{"aggregate_within": "host", **options}
         )

@@ -109,17 +109,17 @@ class WorkerGroup:
         """
         if self.is_alone:
             return scale
-        if self._begun is None:
-            self._everyone.check()
-            self._begin([table for table in tables if not table.is_asleep], scale)
         begun = self._begun
+        if begun is None:
+            self._everyone.check()
+            begun = self._begin([table for table in tables if not table.is_asleep], scale)
         if begun.agreed is None:
             begun.reduction.wait(self._peers)
             with uninterrupted():
                 begun.agreed = self._agreed(begun)
         return begun.agreed
 
-    def _begin(self, tables: list[TrainedTable], scale: StepScale) -> None:
+    def _begin(self, tables: list[TrainedTable], scale: StepScale) -> _BegunStep:
         for entry in (entry for table in tables for entry in table.layout.placed):
             if entry.tensor.grad is not None:
                 check_dense(entry, entry.tensor.grad)
@@ -135,6 +135,7 @@ class WorkerGroup:
         with uninterrupted():  # the others count on it
             self._reduction.begin([float(scale.skip), *has_problem], scale.contribution_scale)
             self._begun = _BegunStep(self._reduction, problem)
+        return self._begun
 
     def _agreed(self, begun: _BegunStep) -> StepScale:
         reduced, problem = begun.reduction.finish(), begun.problem

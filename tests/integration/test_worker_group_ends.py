@@ -1,0 +1,126 @@
+"""Runs in groups (`aggregate_within`) that a worker leaves, is late in, or is interrupted in."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+
+import pytest
+from torch import nn
+
+import ps_worker as ps
+from ps_core.errors import JoinRefused
+from tests.integration.group_jobs import Trainer
+from tests.integration.lane_cluster import LaneCluster, lane_cluster
+from tests.integration.ordered_workers import (
+    PATIENCE,
+    REMEDY,
+    Worker,
+    begun,
+    ordered_workers,
+    stepped,
+)
+from tests.integration.training_models import differing
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+GROUPS = "a", "b", "b", "a"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LaneCluster]:
+    with lane_cluster(servers=1, workers=len(GROUPS), environment=PATIENCE) as cluster:
+        yield cluster
+
+
+def workers(
+    cluster: LaneCluster, run: str, deadline_s: float = 60.0
+) -> AbstractContextManager[list[Worker]]:
+    """All workers of a run."""
+    make = partial(Trainer, name="model", groups=GROUPS)
+    return ordered_workers(cluster, run, make, len(GROUPS), deadline_s)
+
+
+def test_a_member_whose_script_fails_is_named_at_all_others(cluster: LaneCluster) -> None:
+    """Those of its group hear of it in the step that they have begun, others in the next."""
+    with workers(cluster, "failed") as (first, victim, member, second):
+        for worker in (first, member, second):
+            begun(worker)
+        victim.pipe.send("fail")
+        kind, said = member.hear()
+        assert kind == "WorkerLost"
+        assert said.startswith("worker 1 was declared gone: its process has ended")
+        assert REMEDY in said
+        member.pipe.send("leave")
+        assert member.hear() == "left"
+        assert [first.hear(), second.hear()] == [2, 2]
+        for worker in (first, second):
+            begun(worker)
+            kind, said = worker.hear()
+            assert kind == "WorkerLost"
+            assert "worker 1 was declared gone: its process has ended" in said
+        with (
+            pytest.raises(JoinRefused, match="worker 1 joins others that train"),
+            ps.connect(cluster.address, run="failed", rank=1) as client,
+        ):
+            model, sgd = nn.Linear(2, 2), ps.SGD(lr=0.1)
+            ps.DistributedOptimizer(client, model, sgd, name="model", aggregate_within="b")
+
+
+@pytest.mark.thorough
+def test_a_leader_that_is_killed_ends_the_step_of_its_group(cluster: LaneCluster) -> None:
+    with workers(cluster, "killed") as (first, victim, member, second):
+        for worker in (first, member, second):
+            begun(worker)
+        victim.signal(signal.SIGKILL)
+        kind, said = member.hear()
+        assert kind == "WorkerLost"
+        assert REMEDY in said
+        member.pipe.send("fail")
+        assert [first.hear(), second.hear()] == [2, 2]
+        for worker in (first, second):
+            begun(worker)
+            kind, said = worker.hear()
+            assert kind == "WorkerLost"
+            assert "worker 1 was declared gone after" in said
+
+
+@pytest.mark.thorough
+def test_a_step_that_is_waited_for_in_vain_or_interrupted_is_taken_by_the_next_call(
+    cluster: LaneCluster,
+) -> None:
+    with workers(cluster, "late", deadline_s=5.0) as found:
+        first, *others, late = found
+        for worker in (first, *others):
+            begun(worker)
+        for worker in (first, *others):
+            kind, said = worker.hear()
+            assert kind == "WaitExpired", said
+        first.pipe.send("wait on")
+        assert first.hear() == "begins"
+        first.signal(signal.SIGINT)
+        kind, _ = first.hear()
+        assert kind == "KeyboardInterrupt"
+        begun(late)
+        for worker in (first, *others):
+            worker.pipe.send("wait on")
+            assert worker.hear() == "begins"
+        assert [worker.hear() for worker in found] == [2] * len(found)
+        begun(first)
+        kind, said = first.hear()
+        assert kind == "WaitExpired"
+        assert "a worker has not come to this step within 5 s" in said
+        for worker in (*others, late):
+            begun(worker)
+        begun(first)  # whose zero_grad ends the step that it has begun
+        assert [worker.hear() for worker in (*others, late)] == [3] * (len(found) - 1)
+        for worker in (*others, late):
+            begun(worker)
+        assert [worker.hear() for worker in found] == [3, 4, 4, 4]
+        for worker in found:
+            worker.pipe.send("values")
+        values = [worker.hear() for worker in found]
+        assert [differing(each, values[0]) for each in values] == [[]] * len(found)
+        assert stepped(found) == [4, 5, 5, 5]
