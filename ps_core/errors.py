@@ -89,8 +89,8 @@ class WaitExpired(PushpullError, code="WAIT_EXPIRED"):
 
 
 class WorkerLost(PushpullError, code="WAIT_EXPIRED"):
-    """A worker of a hybrid run has ended before the others: start all of them again from the last
-    checkpoint. It stays in the process that waited for the worker.
+    """A worker of a hybrid run, or of one in groups, has ended before the others: start all of them
+    again from the last checkpoint. It stays in the process that waited for the worker.
     """
 
 
@@ -136,8 +136,8 @@ class InvalidUpdateLog(PushpullError, code="INVALID_CHECKPOINT"):
 
 
 class JoinRefused(InvalidConfig, code="INVALID_CONFIG"):
-    """This worker joins others that train, and a hybrid run takes nobody in: start all workers
-    again, together. It stays in the process of that worker.
+    """This worker joins others that train, and a hybrid run, or one in groups, takes nobody in:
+    start all workers again, together. It stays in the process of that worker.
     """
 
 

@@ -1,1 +1,1 @@
-"""What workers do among themselves, by torch.distributed."""
+"""The workers among themselves, by torch.distributed: reductions, groups, waits for each other."""

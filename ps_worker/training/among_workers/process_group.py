@@ -85,7 +85,7 @@ def _problem_of(places: Sequence[_Place], rank: int, worker_count: int) -> str:
 
 
 def backends() -> str:
-    """What reduces the values of each kind of device."""
+    """The backends of a process group, for each kind of device."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
