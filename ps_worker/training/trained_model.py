@@ -246,7 +246,9 @@ class TrainedModel:
 
     @property
     def is_repeated(self) -> bool:
-        """True if `step` would only end the last step, because no gradient has come since."""
+        """True if `step` would only end the last step, because no gradient has come since, or the
+        one that the worker's group has begun.
+        """
         sealed = self._sealed
         if self.group.has_begun:
             return True
@@ -622,7 +624,7 @@ class TrainedModel:
     def _end(self, sealed: _SealedStep) -> dict[TrainedTable, StepResult]:
         """Wait for the end of a step, and take over its result; returns as `_step`."""
         try:
-            with self.group.sharing([*sealed.tickets]):
+            with self.group.sharing([*sealed.tickets], sealed):
                 for table in sealed.tickets:
                     pulled = _finished(table, sealed)
                     if pulled is not None:
