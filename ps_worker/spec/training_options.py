@@ -31,6 +31,7 @@ class OptimizerOptions(TypedDict, total=False):
     recompute: int
     push_codec: str | None
     pull_codec: str | None
+    overlap_pull: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,7 @@ class TrainingOptions:
     recompute: int = 3
     push_codec: str | None = None
     pull_codec: str | None = None
+    overlap_pull: bool = False
 
     def __post_init__(self) -> None:
         require_one_of("mode", self.mode, ("sealed", "eager"))

@@ -29,6 +29,7 @@ from ps_worker.spec.optimizers import Add, Outer, ServerOptimizer
 from ps_worker.spec.settings import FromRank0
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.spec.values import BlockValues
+from ps_worker.training.tables.awaited_values import AwaitedValues
 from ps_worker.training.tables.device_copies import Arrival, from_host
 from ps_worker.training.tables.edits import WrittenValues
 from ps_worker.training.tables.inspection import is_finite
@@ -92,6 +93,7 @@ class TrainedTable:
         self._was_skipped = False
         self._received = FlatBuffer(layout, is_pinned=not layout.is_frozen)
         self._written = WrittenValues(layout, self._received)
+        self._awaited = AwaitedValues(client, self.handle, layout, self._received, self._written)
         self._edit: FlatBuffer | None = None
         self._look_count = 0
         self._arrivals: list[Arrival] = []
@@ -150,7 +152,7 @@ class TrainedTable:
         step = self._client.tables.begin_assign(self.handle)
         step.push_blocks(blocks_in(self.handle.table, self._received.values))
         self.pending.add(step.seal())
-        self._written.written()
+        self._wrote_all()
         for block in range(self.handle.table.block_count):  # as if it had pulled them
             self.handle.steps.peer_versions[block] = 0
 
@@ -229,6 +231,7 @@ class TrainedTable:
         read only if autograd knows of a change, and in one step of `_LOOK_EVERY`, because reading a
         large frozen model would cost as much as a pass through it.
         """
+        self.await_values()
         if not self._written.is_known:
             return []
         if self.is_asleep:
@@ -364,8 +367,17 @@ class TrainedTable:
         step = f"step {self.handle.clock + 1} of table '{self.name}'"
         return f"the {what} of '{name}' has an infinity or a NaN at {step}"
 
-    def seal(self, hyperparameters: Hyperparameters, scale: StepScale, *, skip: bool) -> PushTicket:
-        """Seal the step, and begin to pull its result; `finish` waits."""
+    def seal(
+        self,
+        hyperparameters: Hyperparameters,
+        scale: StepScale,
+        *,
+        skip: bool,
+        is_awaited: bool = False,
+    ) -> PushTicket:
+        """Seal the step, and begin to pull its result; `finish` waits for both, or for the step
+        alone if the values `is_awaited` when they are read.
+        """
         with self._lock:
             step = self._client.tables.begin_step(self.handle)
             ticket = step.seal(
@@ -377,17 +389,32 @@ class TrainedTable:
             self.pending.add(ticket)
             self._is_ended = True
             self._was_skipped = skip
-        self.begin_pull()
+        if is_awaited:
+            self._prepare_pull()
+            self._awaited.begin()
+        else:
+            self.begin_pull()
         return ticket
 
     def begin_pull(self) -> None:
         """Begin to pull the table at this worker's clock; `finish` waits."""
+        self._prepare_pull()
+        self._pull = self._client.pulls.start(self.handle, self._received.raw)
+        self.pending.add(self._pull)
+
+    def _prepare_pull(self) -> None:
         for arrival in self._arrivals:  # of copies that read the last pull's values
             arrival.synchronize()
         self._arrivals.clear()
-        self._written.is_known = False
-        self._pull = self._client.pulls.start(self.handle, self._received.raw)
-        self.pending.add(self._pull)
+        self._written.begin()
+
+    def await_values(self, index: int | None = None) -> None:
+        """Wait for the values that the last step did not wait for, and write them: those of one
+        parameter (its place in the layout), or all. Any thread.
+        """
+        if self._awaited:
+            with self._lock:
+                self._arrivals += self._awaited.write(index)
 
     def wait_pending(self) -> None:
         """Wait for a step that an earlier call did not see the end of."""
@@ -423,14 +450,21 @@ class TrainedTable:
     def write_parameters(self, but: Collection[int] = ()) -> None:
         """Write the pulled values into the parameters, except `but` (places in the layout) and
         those that the script has changed since a wait was given up: they are edits of the next
-        step.
+        step. Values that are awaited are written when they are read.
         """
+        if self._awaited:
+            self._written.left()
+            return
         but = {*but, *self._written.changed_since_left()}
         pairs = zip(self.layout.placed, self._received.views, strict=True)
         moves = [(entry.tensor, view) for i, (entry, view) in enumerate(pairs) if i not in but]
         with torch.no_grad():
             self._arrivals = from_host(moves)
-        self._written.written(but)
+        self._wrote_all(but)
+
+    def _wrote_all(self, but: Collection[int] = ()) -> None:
+        self._written.wrote(i for i in range(len(self.layout.placed)) if i not in but)
+        self._written.end()
 
     def move_again(self, result: StepResult) -> bool:
         """OUTER: keep how far inner steps moved the parameters in blocks that the servers did not
