@@ -78,10 +78,6 @@ class FailureDetector:
         self._silent.update(found)
         return found
 
-    def is_silent(self, node_id: NodeId) -> bool:
-        """True if a look has reported the node silent and it was not heard since."""
-        return node_id in self._silent
-
     def silence_s(self, node_id: NodeId, now_s: float) -> float:
         """Seconds of quiet that count, without the observer's pauses; 0 for an unwatched node."""
         heard_s = max(self._last_heard_s.get(node_id, now_s), self._fresh_since_s)

@@ -17,8 +17,7 @@ import functools
 import gc
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
-from weakref import ref
+from typing import Any
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView
@@ -68,20 +67,10 @@ from pushpull.v1 import parameters_pb2
 _Key = tuple[TableId, RangeId]
 
 _AGAIN_MS = 100
-_HELD_COUNT = 32
-"""Held answers of a range beyond which dead ones are looked for."""
-
 _FREEZE_COUNT = 1024
 """Blocks made between two freezes of the garbage collector, which would otherwise look at them
 again and again: a tenth of a second for those of a large table.
 """
-
-
-class HeldAnswer(Protocol):
-    """An answer that is made piece by piece."""
-
-    def keep(self, blocks: Collection[int]) -> None:
-        """Copy these blocks, which are about to change."""
 
 
 class Shards:
@@ -90,6 +79,7 @@ class Shards:
     Attributes:
         received_bytes: payload bytes that came, in messages or in shared memory.
         sent_bytes: those of answers to pulls.
+        on_change: called with blocks of a shard before they change, or go.
         snapshots: blocks to write for a checkpoint before they change, if any.
         pool: the working memory of all stores.
         row_memory: of the rows of all tables.
@@ -108,7 +98,7 @@ class Shards:
         self.received_bytes = 0
         self.sent_bytes = 0
         self._ready: dict[_Key, tuple[SharedValues | None, Store]] = {}  # not here yet
-        self._held: dict[_Key, list[ref[HeldAnswer]]] = {}
+        self.on_change: Callable[[_Key, Collection[int]], None] = _nobody
         self.snapshots: RangeSnapshots | None = None
         self.lanes = lanes
         self._updates = updates
@@ -238,9 +228,8 @@ class Shards:
 
     def _removing(self, keys: Iterable[_Key]) -> Work[None]:
         for key in keys:
-            self._keep_held(key, self.stores[key].blocks)
+            self.on_change(key, self.stores[key].blocks)
             del self.stores[key]
-            self._held.pop(key, None)
             yield
 
     def custom_state(self, name: str) -> tuple[str, ...]:
@@ -367,25 +356,9 @@ class Shards:
         return ChangeHooks(begin, shared.end_change)
 
     def _before_change(self, key: _Key, blocks: Sequence[int]) -> None:
-        if key in self._held:
-            self._keep_held(key, blocks)
+        self.on_change(key, blocks)
         if self.snapshots is not None:
             self.snapshots.before_change(key, blocks)
-
-    def hold(self, key: _Key, answer: HeldAnswer) -> None:
-        """Hold an unfinished answer: it is told before the range changes."""
-        held = self._held.setdefault(key, [])
-        if len(held) >= _HELD_COUNT:  # most of them have been made since
-            held[:] = [each for each in held if each() is not None]
-        held.append(ref(answer))
-
-    def _keep_held(self, key: _Key, blocks: Collection[int]) -> None:
-        held = self._held.pop(key, ())
-        for each in held:
-            answer = each()
-            if answer is not None:
-                answer.keep(blocks)
-                self._held.setdefault(key, []).append(each)
 
     def drop(self, record: Record) -> None:
         self.stores[record.table_id, record.range_id].drop(record.clock)
@@ -455,6 +428,9 @@ class Shards:
         for (owner, _), store in self.stores.items():
             if owner == table_id:
                 store.abandon()
+
+
+def _nobody(*_: object) -> None: ...
 
 
 def _contributions(parts: Sequence[tuple[int, object]]) -> list[tuple[int, Any]]:

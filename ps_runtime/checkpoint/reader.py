@@ -18,7 +18,7 @@ from google.protobuf import json_format
 
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.keys import TableId
-from ps_core.manifest import Manifest, SavedPart, SavedTable, SavedWorker
+from ps_core.manifest import Manifest, SavedPart, SavedTable
 from ps_core.tables.elements import DType, Initializer
 from ps_core.tables.table import Table
 from ps_runtime.checkpoint.directory import CheckpointDirectory, reported
@@ -153,10 +153,6 @@ class CheckpointReader:
     def _read(self, source: Source, name: str) -> bytearray:
         with reported(source.url, "read"):
             return read_tensor(self._opened(source), source.header, name)
-
-    def worker(self, rank: int) -> SavedWorker | None:
-        """The manifest's entry of a worker; None if it has none of that rank."""
-        return next((w for w in self.manifest.workers if w.rank == rank), None)
 
     def _opened(self, source: Source) -> BinaryIO:
         if source.url not in self._open:

@@ -84,7 +84,6 @@ class SchedulerLink:
         self.checkpoint_url: str = answer.checkpoint_url
         self.lease_s: float = answer.lease_ms / 1000
         self.token_key: bytes = answer.token_key
-        self.cluster_features: tuple[str, ...] = tuple(answer.features)
         self.view: ClusterView | None = None
         self.before_view: Callable[[ClusterView], Awaitable[None]] | None = None
         self.on_view: list[Callable[[ClusterView], None]] = []
@@ -108,7 +107,6 @@ class SchedulerLink:
         addresses: Sequence[str],
         register: scheduler_pb2.RegisterNodeRequest,
         deadline_s: float,
-        progress: Callable[[], scheduler_pb2.NodeProgress] = scheduler_pb2.NodeProgress,
     ) -> SchedulerLink:
         """Register with the scheduler, as soon as it answers, and start the heartbeats.
 
@@ -133,7 +131,6 @@ class SchedulerLink:
         except BaseException:
             await book.close()
             raise
-        link.progress = progress
         loop = asyncio.get_running_loop()
         link._tasks = (loop.create_task(link._beat()), loop.create_task(link._watch()))
         for task in link._tasks:

@@ -124,13 +124,13 @@ def codec_to_proto(codec: Codec) -> types_pb2.Codec:
     return _CODECS[codec]
 
 
-def codec_from_proto(number: int, field: str = "codec") -> Codec:
+def codec_from_proto(number: int) -> Codec:
     """Raises InvalidTensor for an unset or unknown number, because a codec describes a payload. If
     unset has a meaning (a pull), the caller tests for 0 first.
     """
     codec = _CODEC_OF.get(number)
     if codec is None:
-        raise InvalidTensor(_unknown(_CODEC_OF, number, field))
+        raise InvalidTensor(_unknown(_CODEC_OF, number, "codec"))
     return codec
 
 

@@ -89,9 +89,9 @@ def available_bytes(root: Path = _ROOT) -> int:
     return max(0, min(left)) if left else -1
 
 
-def memory_pool(root: Path = _ROOT) -> str:
+def memory_pool() -> str:
     """A name for the memory that the processes of one machine, or of one container, share."""
-    boot = text_of(root / "proc/sys/kernel/random/boot_id")
+    boot = text_of(_ROOT / "proc/sys/kernel/random/boot_id")
     return f"{boot}/{socket.gethostname()}"[:128]
 
 

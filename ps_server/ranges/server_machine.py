@@ -650,12 +650,6 @@ class ServerMachine:
         """Entries that came again after their outcome, and were answered from ledgers."""
         return self._past_resent_count + sum(shard.resent_count for shard in self.shards.values())
 
-    def peer_version(
-        self, place: tuple[TableId, RangeId], incarnation: Incarnation | None, block: int
-    ) -> int:
-        """The updates of the block in which the incarnation took no part."""
-        return self.shards[place].state.peer_version(incarnation, block)
-
 
 def _instead(
     rest: Sequence[Effect], lost: Sequence[Record], error: UpdateFailed

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ps_core.errors import check
-from ps_core.work import Waiting, Work, at_once
+from ps_core.work import Waiting, Work
 from ps_server.rows.row_arrays import Column, MemoryUse, Place, RowArrays, Rows
 from ps_server.rows.row_file import Records, RowFile, Transfer
 from ps_server.rows.row_index import Moves
@@ -140,10 +140,6 @@ class TieredArrays:
         return is_whole and count - self._count <= self._free_count and self._kept.has_space(count)
 
     # --- rows that come and go
-
-    def extend(self, count: int) -> None:
-        """`extending`, at once."""
-        at_once(self.extending(count))
 
     def extending(self, count: int) -> Work[None]:
         """As of `RowArrays`. Waits for frames, if rows are being written."""

@@ -6,7 +6,7 @@ Rules:
     - Answers to pulls are bounded for the whole server: one beyond the bound waits for others.
     - A call that reads nothing for a while is cut when others wait, the slowest first.
     - An answer has all of its blocks as of its decision. It is made piece by piece, since a range
-      may have thousands; a block about to change before its turn is copied first (`Shards`).
+      may have thousands; a block about to change before its turn is copied first (`HeldAnswers`).
     - Waits are counted by worker, for tables whose staleness bound moves. Time in which several
       pulls of a worker are parked counts once.
     - A pull first waits for its worker's own step. So it waits for others only from when the worker
@@ -26,6 +26,7 @@ import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
+from weakref import ref
 
 from ps_core import limits, sequence_locks
 from ps_core.cluster_view import ClusterView, Role, Session
@@ -57,8 +58,13 @@ _HELD_COUNT = 4
 _HELD_S = 0.005
 """The longest time that replies wait for more."""
 
+_HELD_ANSWER_COUNT = 32
+"""Held answers of a shard beyond which those that have been made are looked for."""
+
 _Entry = tuple[TableId, RangeId, int]
 """A (table, range, sequence)."""
+
+_Key = tuple[TableId, RangeId]
 
 
 class PushStream:
@@ -386,7 +392,6 @@ class RangeRead:
             row_bytes = spec.element_count * spec.accumulator_element_bytes
             most = limits.most_pulled_rows(row_bytes)
             self._block_bytes = most * (limits.ROW_ID_BYTES + row_bytes)
-        shards.hold(key, self)
         self._arrived()
 
     def _arrived(self) -> None:
@@ -456,8 +461,8 @@ class RangeRead:
         self._shards.sent_bytes += byte_count
         return piece
 
-    def keep(self, blocks: Collection[int]) -> None:
-        """Copy the missing ones of these blocks, which are about to change."""
+    def keep(self, blocks: Collection[int]) -> bool:
+        """Copy the missing ones of these blocks, which are about to change; True if others stay."""
         if self._left is None:
             self._left = set(self._blocks[self._at :])
         for block in blocks:
@@ -473,6 +478,7 @@ class RangeRead:
             if isinstance(found, tuple):
                 found = (block, bytes(found[1]), found[2])
             self._kept[block] = found
+        return bool(self._left)
 
     def _next(self) -> AnswerPart | _Copy:
         block = self._blocks[self._at]
@@ -543,6 +549,28 @@ class RangeRead:
             presence=presence,
         )
         return block_answer(value, payload)
+
+
+class HeldAnswers:
+    """Answers that are not made yet, by shard: each copies a block before it changes (RA-1)."""
+
+    def __init__(self) -> None:
+        self._reads: dict[_Key, list[ref[RangeRead]]] = {}
+
+    def hold(self, key: _Key, read: RangeRead) -> None:
+        held = self._reads.setdefault(key, [])
+        if len(held) >= _HELD_ANSWER_COUNT:
+            held[:] = [each for each in held if each() is not None]
+        held.append(ref(read))
+
+    def keep(self, key: _Key, blocks: Collection[int]) -> None:
+        """Have these blocks copied, which are about to change, or to go."""
+        if key not in self._reads:
+            return
+        held = ((each, each()) for each in self._reads.pop(key))
+        left = [each for each, read in held if read is not None and read.keep(blocks)]
+        if left:
+            self._reads[key] = left
 
 
 class ReadWaits:

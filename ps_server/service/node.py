@@ -58,7 +58,13 @@ from ps_server.ranges.read_gate import WaitCause
 from ps_server.ranges.schedule import checkpoint_cut
 from ps_server.ranges.server_machine import Doubt, PreparedChange, ServerMachine, ShardAdded
 from ps_server.replication.output_commit import CommittedEffect
-from ps_server.service.answers import PushStream, RangeRead, ReadWaits, UnreadAnswers
+from ps_server.service.answers import (
+    HeldAnswers,
+    PushStream,
+    RangeRead,
+    ReadWaits,
+    UnreadAnswers,
+)
 from ps_server.service.collective_waits import CollectiveWaits
 from ps_server.service.works import Works
 from ps_server.stores import Shards
@@ -187,6 +193,8 @@ class ParameterNode:
         self.works = Works(self.turns, lambda failure: self.health.failed(failure))
         self._tick_waits = False
         self.unread = UnreadAnswers(now)
+        self._held = HeldAnswers()
+        self.shards.on_change = self._held.keep
         self.collectives = CollectiveWaits(NodeId(session.node_id))
 
     def replicate(
@@ -633,6 +641,7 @@ class ParameterNode:
                 else:
                     key = effect.table_id, effect.range_id
                     read.answer(effect, self.machine.shards[key].state, self.shards)
+                    self._held.hold(key, read)
             case Forget():
                 self.shards.forget(effect)
             case RefusePull():

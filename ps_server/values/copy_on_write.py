@@ -77,10 +77,6 @@ class RangeSnapshots:
     def has(self, key: Key) -> bool:
         return key in self._captured
 
-    def next(self, of: Iterable[Key]) -> tuple[Key, SavedBlock] | None:
-        """`taking`, at once."""
-        return at_once(self.taking(of))
-
     def taking(self, of: Iterable[Key]) -> Work[tuple[Key, SavedBlock] | None]:
         """A block of the first of these ranges that has one: views, valid until any change. Or its
         next rows, copied, for which the disk may be waited for; anything may change meanwhile.

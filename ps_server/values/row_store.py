@@ -659,10 +659,6 @@ class RowStore:
             own = {name: piece.arrays[prefixed(name)] for name in COLUMNS}
             yield from self._candidates[block].adding(piece.ids, own)
 
-    def restore(self, copy: StoreCopy) -> None:
-        """`restoring`, at once."""
-        at_once(self.restoring(copy))
-
     def restoring(self, copy: StoreCopy, changes: ChangeHooks = NOBODY_LOOKS) -> Work[None]:
         """As `ShardStore.restoring`."""
         yield from self.checking(copy)

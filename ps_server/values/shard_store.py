@@ -497,10 +497,6 @@ class ShardStore:
         for kept in copy.sums:
             yield from self.receiving(kept.accumulator)
 
-    def restore(self, copy: StoreCopy) -> None:
-        """`restoring`, at once."""
-        at_once(self.restoring(copy))
-
     def restoring(self, copy: StoreCopy, changes: ChangeHooks = NOBODY_LOOKS) -> Work[None]:
         """After `checking`, restore the store from `copy`, in the memory that the values have;
         nothing else stays. Sums stay in the memory of `copy`.

@@ -101,7 +101,12 @@ class ClientCheckpoints:
     def restored_from(self) -> str:
         return self._engine.view.restored_from
 
-    def restored_state(self, name: str, *, per_rank: bool) -> Any | None:
+    def restored_state(self, name: str, *, per_rank: bool = False) -> Any | None:
+        """The attached state of this name (`attach_state`) in the checkpoint that the cluster was
+        started from; None if it has none.
+
+        Blocking, Raises: as `attach_state`.
+        """
         restored = self._restored_states()
         if restored is None or (per_rank and not restored.is_own):
             return None
@@ -151,7 +156,21 @@ class ClientCheckpoints:
         """End; a worker that has left waits until its own state is written."""
         self.save_points.close(_WRITTEN_WITHIN_S if has_left else 0.0)
 
-    def create(self, reason: str, timeout_s: float | None) -> CheckpointTicket:
+    def checkpoint(self, reason: str = "", *, timeout_s: float | None = None) -> CheckpointTicket:
+        """Make a checkpoint of all tables, their optimizers' state, and workers' attached state.
+
+        Workers and operators may call it. For a worker the call is a save point: make it where
+        `save_point` would be. If all workers call it after the same step, the checkpoint is of that
+        step; if one does, it is of that step or, if others are ahead, of one of the next. So one
+        worker may wait for it while the others wait for that one in a collective call (`barrier`).
+        Training goes on while it is written. A call made while a checkpoint is about to be made
+        returns that one; so does a worker's first call after it, if the worker has taken no step
+        beyond it.
+
+        `reason` is for its manifest.
+
+        Blocking: workers: until the clock of the cut is decided, usually some milliseconds.
+        """
         connection, save_points = self._connection, self.save_points
         connection.check_usable()
         deadline_s = connection.deadline_s(timeout_s)
@@ -183,7 +202,29 @@ class ClientCheckpoints:
             restoring = restore_checkpoint(self._engine.scheduler, url, deadline_s)
             self._connection.asked(restoring, deadline_s)
 
-    def attach(self, name: str, state: HasState, *, per_rank: bool) -> None:
+    def attach(self, name: str, state: HasState, *, per_rank: bool = False) -> None:
+        """Make an object's state part of this worker's checkpoints: a learning rate schedule, a
+        GradScaler, `RandomState()`, the position in the data, anything with `state_dict` and
+        `load_state_dict`. A `DistributedOptimizer` attaches itself.
+
+        In a cluster that was started from a checkpoint, the state of this name is loaded at once.
+        Its values may be None, bools, numbers, strings, bytes, lists, tuples, sets, dicts, torch
+        tensors and numpy arrays: nothing is pickled.
+
+        Args:
+            name: unique in this worker; the same after a restart.
+            state: the object; save points call `state_dict`, and this call `load_state_dict`.
+            per_rank: it differs from worker to worker, as a position in the data does. Then a
+                worker whose rank the checkpoint does not have keeps `state` as it is; else it takes
+                over the lowest rank's.
+
+        Blocking: while the checkpoint's part is read, the first time.
+
+        Raises:
+            InvalidConfig: the name is taken, or `state` lacks a method.
+            NotPermitted: a reader has no state.
+            InvalidCheckpoint: the checkpoint's part cannot be read.
+        """
         self._connection.check_may_push("attach state")
         self.save_points.attach(name, state)
         found = self.restored_state(name, per_rank=per_rank)
@@ -193,6 +234,18 @@ class ClientCheckpoints:
             logs.warning("state_not_in_checkpoint", name=name, url=self.restored_from)
 
     def save_point(self) -> None:
+        """Mark a point where the last step is complete, schedules and data position included, and
+        this worker's own state may be saved. Call it at the end of each pass through the training
+        loop.
+
+        A script that never calls it has its save points at the beginning of the next step: at
+        `zero_grad` or `step`, whichever comes first.
+
+        Blocking: a moment, while the clock of a checkpoint is decided.
+
+        Raises:
+            InvalidConfig: there is no attached state: no `DistributedOptimizer`, no `attach_state`.
+        """
         self._connection.check_may_push("have save points")
         if not self.save_points.has_state:
             raise InvalidConfig("this worker has attached no state; see attach_state")

@@ -1,4 +1,5 @@
-"""The client: the verbs on tables, over a session with a cluster.
+"""The client: the verbs on tables, over a session with a cluster. Its parts carry out those that
+need nothing else of it, and have their documentation.
 
 For code that moves blocks itself, as `DistributedOptimizer` does, a second level copies nothing:
 `Client.tables` (`begin_step` gives a `ps_worker.steps.steps.TableStep`) and `Client.pulls`.
@@ -9,8 +10,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sized
 from dataclasses import replace
+from functools import wraps
 from types import TracebackType
-from typing import Any, Self, TypeAlias, TypeVar, Unpack, overload
+from typing import Any, Concatenate, ParamSpec, Self, TypeAlias, TypeVar, overload
 
 import numpy.typing as npt
 
@@ -18,24 +20,13 @@ from ps_core.cluster_view import Session
 from ps_core.consistency import Consistency, parsed
 from ps_core.errors import InvalidConfig
 from ps_core.manifest import DataSetSpec
-from ps_core.tables.optimizers import OptimizerSpec
-from ps_worker.checkpoint.save_points import HasState
-from ps_worker.client.checkpoints import CheckpointTicket, ClientCheckpoints
+from ps_worker.client.checkpoints import ClientCheckpoints
 from ps_worker.client.collectives import CollectiveCalls
 from ps_worker.client.connection import ClientConnection, Ticket
 from ps_worker.client.data_shards import DataShards
 from ps_worker.client.open_clients import OPEN, has_worker
-from ps_worker.client.shown_options import OF_THE_CLIENT, THE_CLIENTS, shows
 from ps_worker.client.tables import ClientTables, Pulls
 from ps_worker.spec.rows import cut_ids, gradients_of, ids_of, rows_of
-from ps_worker.spec.settings import (
-    ROWS_DEFAULTS,
-    TABLE_DEFAULTS,
-    Layout,
-    RowsOptions,
-    SupportsSpec,
-    TableOptions,
-)
 from ps_worker.spec.straggler import ComputeTime
 from ps_worker.spec.values import (
     Array,
@@ -58,10 +49,36 @@ from ps_worker.steps.steps import (
 )
 from ps_worker.transport.config import WorkerConfig
 
+ParamsT = ParamSpec("ParamsT")
+PartT = TypeVar("PartT")
 ResultT = TypeVar("ResultT")
 
 TableSlice: TypeAlias = slice | str | None
 """A slice of a table's elements, a tensor's name, or None for the whole table."""
+
+
+def _verb(
+    part: Callable[[Client], PartT], carry_out: Callable[Concatenate[PartT, ParamsT], ResultT]
+) -> Callable[Concatenate[Client, ParamsT], ResultT]:
+    """A verb of the client that this part carries out, with the part's signature and docstring."""
+
+    @wraps(carry_out)
+    def call(client: Client, /, *args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ResultT:
+        return carry_out(part(client), *args, **kwargs)
+
+    return call
+
+
+def _tables(client: Client) -> ClientTables:
+    return client.tables
+
+
+def _checkpoints(client: Client) -> ClientCheckpoints:
+    return client.checkpoints
+
+
+def _collectives(client: Client) -> CollectiveCalls:
+    return client.collectives
 
 
 class Client:
@@ -161,165 +178,11 @@ class Client:
 
     # --- tables
 
-    @shows(TableOptions, {**TABLE_DEFAULTS, **dict.fromkeys(OF_THE_CLIENT, THE_CLIENTS)})
-    def create_table(
-        self,
-        name: str,
-        layout: Layout,
-        *,
-        optimizer: SupportsSpec | OptimizerSpec,
-        **options: Unpack[TableOptions],
-    ) -> TableHandle:
-        """Create a table, or open the one of that name if it is identical.
-
-        Args:
-            name: unique in the cluster; 1 to 200 bytes.
-            layout: the number of elements, or one shape, or (tensor name, shape) pairs.
-            optimizer: how the servers apply an update: `SGD`, `Adam`, ...
-
-        Options:
-            dtype (str, 'float32'): the element type of pushes and pulls: "float32", "float64",
-                "float16" or "bfloat16". The two halves keep float32 values on the servers.
-            consistency (Consistency | str, the client's): `BSP()`, `SSP(staleness)` or `ASP()`, or
-                their short form ("ssp:4"). The client's is BSP unless its option says otherwise.
-            reduction (str, 'mean'): "mean": sum in rank order, one multiply by 1 / contributors; or
-                "sum". Under SSP and ASP each step is applied whole in both cases.
-            init (Initial, Zeros()): the initial values: `Zeros()`, `Constant(value)`,
-                `Inline(values)` or `FromRank0()`.
-            block_elements (int, 0): elements of a block, a multiple of 64; 0 means 262144.
-            allow_non_finite (bool, False): accept gradients with infinities and NaNs; else they are
-                refused.
-            gate_bytes (int, 0): the memory quota of waiting steps on each server; 0 means the
-                server's own.
-            kernels (str, 'fast'): "fast", or "exact": bit-equal with torch.optim.
-            push_codec (str | None, the client's): how this worker's gradients travel: "none", as
-                the dtype; "bf16" or "fp16"; "int8", a byte an element; "sign", a bit; "topk:0.01",
-                the largest hundredth of each block, or "randomk:0.01", a random one. What these
-                four leave out goes with the next gradients: see `docs/guides/COMPRESSION.md`.
-            pull_codec (str | None, the client's): how values travel to this worker: "none",
-                "bf16", "fp16", or "int8", which rounds them to the nearest: nothing is fed back.
-            timeout_s (float | None, None): seconds to wait for the cluster's servers.
-
-        Blocking: until every server of the table knows this client; waits for servers that have not
-        registered yet, at most `timeout_s`.
-
-        Raises:
-            InvalidConfig: a setting is wrong.
-            TableExists: a table of that name differs; the message names the first difference.
-            WaitExpired: servers are missing; the message says how many.
-        """
-        return self.tables.create(name, layout, optimizer, options)
-
-    @shows(RowsOptions, {**ROWS_DEFAULTS, "consistency": THE_CLIENTS})
-    def create_embedding(
-        self,
-        name: str,
-        dim: int,
-        *,
-        optimizer: SupportsSpec | OptimizerSpec,
-        **options: Unpack[RowsOptions],
-    ) -> TableHandle:
-        """Create an embedding table, or open the one of that name if it is identical: rows of `dim`
-        elements under ids of 64 bits. It has no size: a row is made by its first update, and reads
-        as its initial values before that, which are a function of the seed and the id.
-
-        Args:
-            name: unique in the cluster; 1 to 200 bytes.
-            dim: elements of a row.
-            optimizer: `SGD`, `Adam`, `Adagrad`, `RowwiseAdagrad` or `FTRL`; only rows with a
-                gradient change, and under Adam each row counts its own steps.
-
-        Options:
-            dtype (str, 'float32'): the element type: "float32" or "float64".
-            consistency (Consistency | str, the client's): as of `create_table`.
-            reduction (str, 'mean'): as of `create_table`; a mean divides by all workers, with or
-                without a gradient of the row.
-            init (RowsInitial, Zeros()): `Zeros()`, `Constant(value)`, `Uniform(scale)` or
-                `Normal(scale)`.
-            partitions (int, 16): the parts that the servers share out; more servers than these
-                have nothing to do. Fixed for the life of the table.
-            seed (int, 0): of the initial values.
-            max_rows (int, 0): the most rows of the table, 0 for any number. Beyond them, rows are
-                evicted: they read as their initial values again, and their optimizer state is gone.
-            eviction (str, 'lru'): the rows that are evicted then: "lru", those whose last update
-                was the longest ago, or "lfu", those with the fewest updates.
-            evict_after (int, 0): evict a row that so many updates of its partition had no gradient
-                of, or up to an eighth more; a step is one update of each partition. 0: none is.
-            admit_after (int, 1): make a row by the update that is its so manieth with a gradient of
-                it; the gradients of those before are dropped.
-            storage (str, 'full'): of the values in the servers' memory: "full" as the dtype;
-                "float16" or "bfloat16", 2 bytes an element; "int8", 1 byte an element and 1 a row.
-                Each update rounds what it has changed up or down at random, so that the mean is
-                right. Optimizer state stays as it is, and pulls and checkpoints are of the dtype.
-            allow_non_finite (bool, False): as of `create_table`.
-            gate_bytes (int, 0): as of `create_table`.
-            timeout_s (float | None, None): seconds to wait for the cluster's servers.
-
-        Blocking, Raises: as `create_table`.
-        """
-        return self.tables.create(name, dim, optimizer, options, has_rows=True)
-
-    def table(
-        self,
-        name: str,
-        timeout_s: float | None = None,
-        *,
-        push_codec: str | None = None,
-        pull_codec: str | None = None,
-    ) -> TableHandle:
-        """Open a table that another client creates; waits for it.
-
-        Args:
-            name: the table's name.
-            timeout_s: None means the client's connect_deadline_s.
-            push_codec, pull_codec: as of `create_table`; None: the client's.
-
-        Blocking: until it exists and its servers know this client.
-
-        Raises:
-            TableNotFound: no client created it in time; the message names the existing tables.
-        """
-        codecs = {"push_codec": push_codec, "pull_codec": pull_codec}
-        return self.tables.open(name, timeout_s, codecs)
-
-    def set_consistency(
-        self,
-        table: TableHandle | str,
-        consistency: Consistency | str,
-        *,
-        after_clock: int = 0,
-        timeout_s: float | None = None,
-    ) -> int:
-        """Change a table's consistency while workers train.
-
-        Every server changes at the same clock: steps up to the returned clock keep the old setting,
-        later ones have the new one. From SSP or ASP to BSP, workers that are ahead wait at that
-        clock for the others. All workers may call it with the same setting: the first call changes
-        the table, and the others return the same clock.
-
-        Args:
-            table: a handle, or the name of any table of the cluster.
-            consistency: `BSP()`, `SSP(staleness)`, `ASP()`, or their short form ("ssp:4").
-            after_clock: the last clock of the old setting, at least; the same number at every
-                worker makes runs repeatable. 0: as soon as possible.
-
-        Returns:
-            The last clock of the old setting; 0 for a table that was created with this setting and
-            never changed.
-
-        Blocking: until every server of the table has prepared the change and the scheduler has
-        committed it; a few milliseconds if all servers are healthy.
-
-        Raises:
-            TableNotFound: there is no table of that name.
-            InvalidConfig: the setting is wrong, or the table's optimizer does not support it.
-            WaitExpired: a server did not prepare in time, named by the message; nothing changed.
-        """
-        return self.tables.set_consistency(table, consistency, after_clock, timeout_s)
-
-    def consistency_of(self, table: TableHandle) -> Consistency:
-        """The consistency of a table in the cluster's newest view."""
-        return self.tables.consistency_of(table)
+    create_table = _verb(_tables, ClientTables.create_table)
+    create_embedding = _verb(_tables, ClientTables.create_embedding)
+    table = _verb(_tables, ClientTables.table)
+    set_consistency = _verb(_tables, ClientTables.set_consistency)
+    consistency_of = _verb(_tables, ClientTables.consistency_of)
 
     # --- pushing
 
@@ -464,26 +327,7 @@ class Client:
         self.connection.wait_for([ticket, pulled], timeout_s)
         return pulled.future.result()
 
-    def catch_up(self, *tables: TableHandle) -> int:
-        """Skip clocks whose updates were made without this worker, under backup workers. If every
-        one of these tables has such updates, as far as the newest pulls show, the worker skips the
-        same number of clocks on all of them, as if its steps had come too late.
-
-        A client that trains one table, or one `DistributedOptimizer` alone, skips them by itself.
-        Any other script calls this between two steps, with all tables that it steps together, one
-        step each. Clocks that were skipped on one table and not on another would have workers wait
-        for each other as soon as the backup workers are no more.
-
-        If these are all tables of the client, a table that it creates later counts as stepped with
-        them: its first step skips as many clocks.
-
-        Returns:
-            The number of clocks skipped; 0 while a step of any of them is open.
-
-        Raises:
-            InvalidConfig: a handle is another client's.
-        """
-        return self.tables.catch_up(tables)
+    catch_up = _verb(_tables, ClientTables.catch_up)
 
     # --- pulling
 
@@ -673,30 +517,8 @@ class Client:
         """The directory of the checkpoint that the cluster was started from; empty: none."""
         return self.checkpoints.restored_from
 
-    def restored_state(self, name: str, *, per_rank: bool = False) -> Any | None:
-        """The attached state of this name (`attach_state`) in the checkpoint that the cluster was
-        started from; None if it has none.
-
-        Blocking, Raises: as `attach_state`.
-        """
-        return self.checkpoints.restored_state(name, per_rank=per_rank)
-
-    def checkpoint(self, reason: str = "", *, timeout_s: float | None = None) -> CheckpointTicket:
-        """Make a checkpoint of all tables, their optimizers' state, and workers' attached state.
-
-        Workers and operators may call it. For a worker the call is a save point: make it where
-        `save_point` would be. If all workers call it after the same step, the checkpoint is of that
-        step; if one does, it is of that step or, if others are ahead, of one of the next. So one
-        worker may wait for it while the others wait for that one in a collective call (`barrier`).
-        Training goes on while it is written. A call made while a checkpoint is about to be made
-        returns that one; so does a worker's first call after it, if the worker has taken no step
-        beyond it.
-
-        `reason` is for its manifest.
-
-        Blocking: workers: until the clock of the cut is decided, usually some milliseconds.
-        """
-        return self.checkpoints.create(reason, timeout_s)
+    restored_state = _verb(_checkpoints, ClientCheckpoints.restored_state)
+    checkpoint = _verb(_checkpoints, ClientCheckpoints.checkpoint)
 
     def restore(self, url: str = "", *, timeout_s: float | None = None) -> Self:
         """Restore the whole cluster to a checkpoint, and connect to it again.
@@ -726,45 +548,8 @@ class Client:
         rank = None if self.is_reader else self.rank
         return type(self)(replace(self.connection.config, rank=rank))
 
-    def attach_state(self, name: str, state: HasState, *, per_rank: bool = False) -> None:
-        """Make an object's state part of this worker's checkpoints: a learning rate schedule, a
-        GradScaler, `RandomState()`, the position in the data, anything with `state_dict` and
-        `load_state_dict`. A `DistributedOptimizer` attaches itself.
-
-        In a cluster that was started from a checkpoint, the state of this name is loaded at once.
-        Its values may be None, bools, numbers, strings, bytes, lists, tuples, sets, dicts, torch
-        tensors and numpy arrays: nothing is pickled.
-
-        Args:
-            name: unique in this worker; the same after a restart.
-            state: the object; save points call `state_dict`, and this call `load_state_dict`.
-            per_rank: it differs from worker to worker, as a position in the data does. Then a
-                worker whose rank the checkpoint does not have keeps `state` as it is; else it takes
-                over the lowest rank's.
-
-        Blocking: while the checkpoint's part is read, the first time.
-
-        Raises:
-            InvalidConfig: the name is taken, or `state` lacks a method.
-            NotPermitted: a reader has no state.
-            InvalidCheckpoint: the checkpoint's part cannot be read.
-        """
-        self.checkpoints.attach(name, state, per_rank=per_rank)
-
-    def save_point(self) -> None:
-        """Mark a point where the last step is complete, schedules and data position included, and
-        this worker's own state may be saved. Call it at the end of each pass through the training
-        loop.
-
-        A script that never calls it has its save points at the beginning of the next step: at
-        `zero_grad` or `step`, whichever comes first.
-
-        Blocking: a moment, while the clock of a checkpoint is decided.
-
-        Raises:
-            InvalidConfig: there is no attached state: no `DistributedOptimizer`, no `attach_state`.
-        """
-        self.checkpoints.save_point()
+    attach_state = _verb(_checkpoints, ClientCheckpoints.attach)
+    save_point = _verb(_checkpoints, ClientCheckpoints.save_point)
 
     # --- data
 
@@ -805,88 +590,11 @@ class Client:
         )
 
     # --- collective calls
-    #
-    # The same call resumes one that WaitExpired or Ctrl-C interrupted, with the value of the first
-    # time. A worker that joins while others train takes part from its first step on: before that,
-    # `barrier` returns at once, and the other calls are refused.
 
-    def barrier(self, name: str = "", *, timeout_s: float | None = None) -> None:
-        """Wait until all workers have made the call.
-
-        Args:
-            name: for error messages; workers whose names differ are refused.
-
-        Blocking: until all workers have made the call.
-
-        Raises:
-            WaitExpired: a worker is missing, named by the message. Call it again to go on waiting.
-            InvalidConfig: another worker has made another call, named by the message.
-            NotPermitted: this is not a worker.
-        """
-        self.collectives.barrier(name, timeout_s)
-
-    def all_reduce(
-        self, value: Any, op: str = "sum", *, name: str = "", timeout_s: float | None = None
-    ) -> Any:
-        """Reduce a value over all workers: sum, mean, minimum or maximum, the same at each of them.
-
-        Args:
-            value: a number, a tensor, an array, or a dict, list or tuple of these.
-            op: "sum", "mean", "min" or "max".
-            name: as for `barrier`.
-
-        Returns:
-            A new value of the same kind, a tensor on the same device. Integers are exact, floats
-            are added as float64 in the order of ranks, a tensor in its own dtype (float16 and
-            bfloat16 in float32).
-
-        Blocking: until all workers have made the call.
-
-        Raises:
-            InvalidTensor: `op` cannot reduce the value; more than 512 KiB from one worker, or more
-                than 2 MiB from all together.
-            InvalidConfig: as `barrier`; also where shapes, dtypes, keys or `op` differ.
-            WaitExpired: as `barrier`.
-            NotPermitted: as `barrier`.
-        """
-        return self.collectives.all_reduce(value, op, name, timeout_s)
-
-    def gather(self, value: Any, *, name: str = "", timeout_s: float | None = None) -> list[Any]:
-        """Give every worker's value to every worker, by rank: torch's all_gather_object.
-
-        Args:
-            value: None, numbers, texts, tensors, arrays, and lists, tuples, sets and dicts of these
-                (as for `attach_state`); shapes may differ.
-            name: as for `barrier`.
-
-        Returns:
-            A list with one item per worker that took part. Tensors are on the CPU.
-
-        Blocking, Raises: as `all_reduce`.
-        """
-        return self.collectives.gather(value, name, timeout_s)
-
-    def broadcast(
-        self, value: Any = None, src: int = 0, *, name: str = "", timeout_s: float | None = None
-    ) -> Any:
-        """Give the value of rank `src` to every worker.
-
-        Args:
-            value: as for `gather`; other ranks need not give one.
-            name: as for `barrier`.
-
-        Returns:
-            A copy, also at `src`. Tensors are on the CPU.
-
-        Blocking: as `all_reduce`.
-
-        Raises:
-            InvalidConfig: as `barrier`; also if no worker has that rank.
-            InvalidTensor: as `all_reduce`.
-            WaitExpired: as `barrier`.
-            NotPermitted: as `barrier`.
-        """
-        return self.collectives.broadcast(value, src, name, timeout_s)
+    barrier = _verb(_collectives, CollectiveCalls.barrier)
+    all_reduce = _verb(_collectives, CollectiveCalls.all_reduce)
+    gather = _verb(_collectives, CollectiveCalls.gather)
+    broadcast = _verb(_collectives, CollectiveCalls.broadcast)
 
     # --- progress
 

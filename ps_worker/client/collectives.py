@@ -3,7 +3,11 @@
 Every worker makes the same calls, in the same order. Each value counts once, whatever was sent
 again, and all workers get the same result. A call waits for every worker that has not left and is
 not declared gone, and for those that have yet to come of the number that the cluster was started
-for. It needs no scheduler.
+for. It needs no scheduler. The same call resumes one that WaitExpired or Ctrl-C interrupted, with
+the value of the first time.
+
+A worker that joins while others train takes part from its first step on: before that, `barrier`
+returns at once, and the other calls are refused.
 """
 
 from __future__ import annotations
@@ -37,13 +41,48 @@ class CollectiveCalls:
         self._open_call: _OpenCall | None = None
         self._in_call = threading.Lock()
 
-    def barrier(self, name: str, timeout_s: float | None) -> None:
+    def barrier(self, name: str = "", *, timeout_s: float | None = None) -> None:
+        """Wait until all workers have made the call.
+
+        Args:
+            name: for error messages; workers whose names differ are refused.
+
+        Blocking: until all workers have made the call.
+
+        Raises:
+            WaitExpired: a worker is missing, named by the message. Call it again to go on waiting.
+            InvalidConfig: another worker has made another call, named by the message.
+            NotPermitted: this is not a worker.
+        """
         with self._calling("barrier"):
             if self._open_call is None and self._engine.is_before_first_step:
                 return
             self._enter("barrier" + f" '{name}'" * bool(name), None, timeout_s)
 
-    def all_reduce(self, value: Any, op: str, name: str, timeout_s: float | None) -> Any:
+    def all_reduce(
+        self, value: Any, op: str = "sum", *, name: str = "", timeout_s: float | None = None
+    ) -> Any:
+        """Reduce a value over all workers: sum, mean, minimum or maximum, the same at each of them.
+
+        Args:
+            value: a number, a tensor, an array, or a dict, list or tuple of these.
+            op: "sum", "mean", "min" or "max".
+            name: as for `barrier`.
+
+        Returns:
+            A new value of the same kind, a tensor on the same device. Integers are exact, floats
+            are added as float64 in the order of ranks, a tensor in its own dtype (float16 and
+            bfloat16 in float32).
+
+        Blocking: until all workers have made the call.
+
+        Raises:
+            InvalidTensor: `op` cannot reduce the value; more than 512 KiB from one worker, or more
+                than 2 MiB from all together.
+            InvalidConfig: as `barrier`; also where shapes, dtypes, keys or `op` differ.
+            WaitExpired: as `barrier`.
+            NotPermitted: as `barrier`.
+        """
         from ps_worker.collectives.encoding import unpacked, words_of
         from ps_worker.collectives.reductions import as_given, reduced, reducible, shape_words
 
@@ -54,7 +93,19 @@ class CollectiveCalls:
             all_given = [unpacked(share.payload) for share in ended.shares]
             return as_given(reduced(all_given, op), first)
 
-    def gather(self, value: Any, name: str, timeout_s: float | None) -> list[Any]:
+    def gather(self, value: Any, *, name: str = "", timeout_s: float | None = None) -> list[Any]:
+        """Give every worker's value to every worker, by rank: torch's all_gather_object.
+
+        Args:
+            value: None, numbers, texts, tensors, arrays, and lists, tuples, sets and dicts of these
+                (as for `attach_state`); shapes may differ.
+            name: as for `barrier`.
+
+        Returns:
+            A list with one item per worker that took part. Tensors are on the CPU.
+
+        Blocking, Raises: as `all_reduce`.
+        """
         from ps_worker.collectives.encoding import unpacked, words_of
 
         with self._calling("gather"):
@@ -62,7 +113,26 @@ class CollectiveCalls:
             ended, _ = self._enter(words, (value, value), timeout_s)
             return [unpacked(share.payload) for share in ended.shares]
 
-    def broadcast(self, value: Any, src: int, name: str, timeout_s: float | None) -> Any:
+    def broadcast(
+        self, value: Any = None, src: int = 0, *, name: str = "", timeout_s: float | None = None
+    ) -> Any:
+        """Give the value of rank `src` to every worker.
+
+        Args:
+            value: as for `gather`; other ranks need not give one.
+            name: as for `barrier`.
+
+        Returns:
+            A copy, also at `src`. Tensors are on the CPU.
+
+        Blocking: as `all_reduce`.
+
+        Raises:
+            InvalidConfig: as `barrier`; also if no worker has that rank.
+            InvalidTensor: as `all_reduce`.
+            WaitExpired: as `barrier`.
+            NotPermitted: as `barrier`.
+        """
         from ps_worker.collectives.encoding import unpacked, words_of
 
         with self._calling("broadcast"):

@@ -22,6 +22,7 @@ import contextlib
 from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import asdict
 from random import Random
 from typing import Any, TypeVar
 
@@ -238,12 +239,7 @@ class DataShards:
         link, spec = self._connection.engine.scheduler, self._spec
         request = scheduler_pb2.LeaseDataShardsRequest(
             session=link.identity,
-            data_set=scheduler_pb2.DataSet(
-                name=spec.name,
-                sample_count=spec.sample_count,
-                shard_size=spec.shard_size,
-                seed=spec.seed,
-            ),
+            data_set=scheduler_pb2.DataSet(**asdict(spec)),
             pass_number=pass_number,
             done_shards=self._reporting,
             want_count=min(want_count, limits.MAX_HELD_SHARD_COUNT),

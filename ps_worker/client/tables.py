@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -38,10 +38,13 @@ from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_runtime.system.future_waits import wait_until_ended
 from ps_worker.client.connection import GRACE_S, ClientConnection, lost_server
+from ps_worker.client.shown_options import OF_THE_CLIENT, THE_CLIENTS, shows
 from ps_worker.compression.push_encoder import PushEncoder
 from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs, codecs_of
 from ps_worker.spec.rows import MAX_PULLED_COUNT, CutIds, RowBatch
 from ps_worker.spec.settings import (
+    ROWS_DEFAULTS,
+    TABLE_DEFAULTS,
     Layout,
     RowsOptions,
     SupportsSpec,
@@ -99,7 +102,105 @@ class ClientTables:
 
     # --- making and opening
 
-    def create(
+    @shows(TableOptions, {**TABLE_DEFAULTS, **dict.fromkeys(OF_THE_CLIENT, THE_CLIENTS)})
+    def create_table(
+        self,
+        name: str,
+        layout: Layout,
+        *,
+        optimizer: SupportsSpec | OptimizerSpec,
+        **options: Unpack[TableOptions],
+    ) -> TableHandle:
+        """Create a table, or open the one of that name if it is identical.
+
+        Args:
+            name: unique in the cluster; 1 to 200 bytes.
+            layout: the number of elements, or one shape, or (tensor name, shape) pairs.
+            optimizer: how the servers apply an update: `SGD`, `Adam`, ...
+
+        Options:
+            dtype (str, 'float32'): the element type of pushes and pulls: "float32", "float64",
+                "float16" or "bfloat16". The two halves keep float32 values on the servers.
+            consistency (Consistency | str, the client's): `BSP()`, `SSP(staleness)` or `ASP()`, or
+                their short form ("ssp:4"). The client's is BSP unless its option says otherwise.
+            reduction (str, 'mean'): "mean": sum in rank order, one multiply by 1 / contributors; or
+                "sum". Under SSP and ASP each step is applied whole in both cases.
+            init (Initial, Zeros()): the initial values: `Zeros()`, `Constant(value)`,
+                `Inline(values)` or `FromRank0()`.
+            block_elements (int, 0): elements of a block, a multiple of 64; 0 means 262144.
+            allow_non_finite (bool, False): accept gradients with infinities and NaNs; else they are
+                refused.
+            gate_bytes (int, 0): the memory quota of waiting steps on each server; 0 means the
+                server's own.
+            kernels (str, 'fast'): "fast", or "exact": bit-equal with torch.optim.
+            push_codec (str | None, the client's): how this worker's gradients travel: "none", as
+                the dtype; "bf16" or "fp16"; "int8", a byte an element; "sign", a bit; "topk:0.01",
+                the largest hundredth of each block, or "randomk:0.01", a random one. What these
+                four leave out goes with the next gradients: see `docs/guides/COMPRESSION.md`.
+            pull_codec (str | None, the client's): how values travel to this worker: "none",
+                "bf16", "fp16", or "int8", which rounds them to the nearest: nothing is fed back.
+            timeout_s (float | None, None): seconds to wait for the cluster's servers.
+
+        Blocking: until every server of the table knows this client; waits for servers that have not
+        registered yet, at most `timeout_s`.
+
+        Raises:
+            InvalidConfig: a setting is wrong.
+            TableExists: a table of that name differs; the message names the first difference.
+            WaitExpired: servers are missing; the message says how many.
+        """
+        return self._create(name, layout, optimizer, options)
+
+    @shows(RowsOptions, {**ROWS_DEFAULTS, "consistency": THE_CLIENTS})
+    def create_embedding(
+        self,
+        name: str,
+        dim: int,
+        *,
+        optimizer: SupportsSpec | OptimizerSpec,
+        **options: Unpack[RowsOptions],
+    ) -> TableHandle:
+        """Create an embedding table, or open the one of that name if it is identical: rows of `dim`
+        elements under ids of 64 bits. It has no size: a row is made by its first update, and reads
+        as its initial values before that, which are a function of the seed and the id.
+
+        Args:
+            name: unique in the cluster; 1 to 200 bytes.
+            dim: elements of a row.
+            optimizer: `SGD`, `Adam`, `Adagrad`, `RowwiseAdagrad` or `FTRL`; only rows with a
+                gradient change, and under Adam each row counts its own steps.
+
+        Options:
+            dtype (str, 'float32'): the element type: "float32" or "float64".
+            consistency (Consistency | str, the client's): as of `create_table`.
+            reduction (str, 'mean'): as of `create_table`; a mean divides by all workers, with or
+                without a gradient of the row.
+            init (RowsInitial, Zeros()): `Zeros()`, `Constant(value)`, `Uniform(scale)` or
+                `Normal(scale)`.
+            partitions (int, 16): the parts that the servers share out; more servers than these
+                have nothing to do. Fixed for the life of the table.
+            seed (int, 0): of the initial values.
+            max_rows (int, 0): the most rows of the table, 0 for any number. Beyond them, rows are
+                evicted: they read as their initial values again, and their optimizer state is gone.
+            eviction (str, 'lru'): the rows that are evicted then: "lru", those whose last update
+                was the longest ago, or "lfu", those with the fewest updates.
+            evict_after (int, 0): evict a row that so many updates of its partition had no gradient
+                of, or up to an eighth more; a step is one update of each partition. 0: none is.
+            admit_after (int, 1): make a row by the update that is its so manieth with a gradient of
+                it; the gradients of those before are dropped.
+            storage (str, 'full'): of the values in the servers' memory: "full" as the dtype;
+                "float16" or "bfloat16", 2 bytes an element; "int8", 1 byte an element and 1 a row.
+                Each update rounds what it has changed up or down at random, so that the mean is
+                right. Optimizer state stays as it is, and pulls and checkpoints are of the dtype.
+            allow_non_finite (bool, False): as of `create_table`.
+            gate_bytes (int, 0): as of `create_table`.
+            timeout_s (float | None, None): seconds to wait for the cluster's servers.
+
+        Blocking, Raises: as `create_table`.
+        """
+        return self._create(name, dim, optimizer, options, has_rows=True)
+
+    def _create(
         self,
         name: str,
         layout: Layout,
@@ -125,14 +226,32 @@ class ClientTables:
         await self._engine.links.meet(table, end_s)
         return table
 
-    def open(
-        self, name: str, timeout_s: float | None, codecs: Mapping[str, object] | None = None
+    def table(
+        self,
+        name: str,
+        timeout_s: float | None = None,
+        *,
+        push_codec: str | None = None,
+        pull_codec: str | None = None,
     ) -> TableHandle:
+        """Open a table that another client creates; waits for it.
+
+        Args:
+            name: the table's name.
+            timeout_s: None means the client's connect_deadline_s.
+            push_codec, pull_codec: as of `create_table`; None: the client's.
+
+        Blocking: until it exists and its servers know this client.
+
+        Raises:
+            TableNotFound: no client created it in time; the message names the existing tables.
+        """
+        chosen = {"push_codec": push_codec, "pull_codec": pull_codec}
         deadline_s = self._opens_within_s(timeout_s)
         table = self._connection.asked(self._opened(name, deadline_s), deadline_s)
-        chosen = codecs or {}
-        handle = self._adopt(table, self._codecs(table.spec, chosen))
-        _check_codecs(handle, self._codecs(table.spec, chosen), chosen)
+        codecs = self._codecs(table.spec, chosen)
+        handle = self._adopt(table, codecs)
+        _check_codecs(handle, codecs, chosen)
         return handle
 
     def _codecs(self, spec: TableSpec, chosen: Mapping[str, object]) -> TableCodecs:
@@ -239,9 +358,35 @@ class ClientTables:
         self,
         table: TableHandle | str,
         consistency: Consistency | str,
-        after_clock: int,
-        timeout_s: float | None,
+        *,
+        after_clock: int = 0,
+        timeout_s: float | None = None,
     ) -> int:
+        """Change a table's consistency while workers train.
+
+        Every server changes at the same clock: steps up to the returned clock keep the old setting,
+        later ones have the new one. From SSP or ASP to BSP, workers that are ahead wait at that
+        clock for the others. All workers may call it with the same setting: the first call changes
+        the table, and the others return the same clock.
+
+        Args:
+            table: a handle, or the name of any table of the cluster.
+            consistency: `BSP()`, `SSP(staleness)`, `ASP()`, or their short form ("ssp:4").
+            after_clock: the last clock of the old setting, at least; the same number at every
+                worker makes runs repeatable. 0: as soon as possible.
+
+        Returns:
+            The last clock of the old setting; 0 for a table that was created with this setting and
+            never changed.
+
+        Blocking: until every server of the table has prepared the change and the scheduler has
+        committed it; a few milliseconds if all servers are healthy.
+
+        Raises:
+            TableNotFound: there is no table of that name.
+            InvalidConfig: the setting is wrong, or the table's optimizer does not support it.
+            WaitExpired: a server did not prepare in time, named by the message; nothing changed.
+        """
         connection = self._connection
         connection.check_usable()
         if not isinstance(table, str):
@@ -253,6 +398,7 @@ class ClientTables:
         return connection.asked(changing, deadline_s).after_clock
 
     def consistency_of(self, table: TableHandle) -> Consistency:
+        """The consistency of a table in the cluster's newest view."""
         return self.newest(table).consistency
 
     def newest(self, table: TableHandle) -> Table:
@@ -327,7 +473,25 @@ class ClientTables:
             )
         return table.steps.assign_step()
 
-    def catch_up(self, tables: Sequence[TableHandle]) -> int:
+    def catch_up(self, *tables: TableHandle) -> int:
+        """Skip clocks whose updates were made without this worker, under backup workers. If every
+        one of these tables has such updates, as far as the newest pulls show, the worker skips the
+        same number of clocks on all of them, as if its steps had come too late.
+
+        A client that trains one table, or one `DistributedOptimizer` alone, skips them by itself.
+        Any other script calls this between two steps, with all tables that it steps together, one
+        step each. Clocks that were skipped on one table and not on another would have workers wait
+        for each other as soon as the backup workers are no more.
+
+        If these are all tables of the client, a table that it creates later counts as stepped with
+        them: its first step skips as many clocks.
+
+        Returns:
+            The number of clocks skipped; 0 while a step of any of them is open.
+
+        Raises:
+            InvalidConfig: a handle is another client's.
+        """
         for table in tables:
             self.check_own(table)
         if any(table.steps.has_open_step for table in tables):

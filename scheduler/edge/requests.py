@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from google.protobuf.message import DecodeError
 
@@ -80,12 +80,7 @@ def data_set_to_proto(data_set: DataSet) -> scheduler_pb2.DataSetStatus:
     """The present pass of a data set, for the status answer."""
     spec = data_set.spec
     return scheduler_pb2.DataSetStatus(
-        data_set=scheduler_pb2.DataSet(
-            name=spec.name,
-            sample_count=spec.sample_count,
-            shard_size=spec.shard_size,
-            seed=spec.seed,
-        ),
+        data_set=scheduler_pb2.DataSet(**asdict(spec)),
         run=data_set.run,
         pass_number=data_set.pass_number,
         shard_count=spec.shard_count,

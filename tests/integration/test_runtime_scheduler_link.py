@@ -105,9 +105,9 @@ async def opened(settings: ClusterSettings = SETTINGS) -> AsyncIterator[tuple[Sc
 
 @contextlib.asynccontextmanager
 async def linked(
-    *addresses: str, register: scheduler_pb2.RegisterNodeRequest = WORKER, **options: Any
+    *addresses: str, register: scheduler_pb2.RegisterNodeRequest = WORKER
 ) -> AsyncIterator[SchedulerLink]:
-    link = await SchedulerLink.connect(addresses, register, DEADLINE_S, **options)
+    link = await SchedulerLink.connect(addresses, register, DEADLINE_S)
     try:
         yield link
     finally:
@@ -418,7 +418,8 @@ def test_a_farewell_brings_the_last_progress_and_ends_the_membership() -> None:
     async def main() -> None:
         async with opened() as (_, address), linked(address, register=SERVER) as observer:
             progress = scheduler_pb2.NodeProgress(step_count=0)
-            async with linked(address, progress=lambda: progress) as link:
+            async with linked(address) as link:
+                link.progress = lambda: progress
                 progress.step_count = 41
                 assert await link.deregister("done")
                 node_id = link.session.node_id

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from ps_core.manifest import Manifest, SavedPart, SavedTable, place_in
 from ps_core.tables.elements import Codec
+from ps_core.work import at_once
 from ps_runtime.checkpoint.compaction import compact
 from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
 from ps_runtime.checkpoint.pruning import prune
@@ -87,7 +88,7 @@ class Row:
                 case "move":
                     half = block // 3
                     copied = ShardStore(MODEL, BLOCKS[3 * half : 3 * half + 3])
-                    copied.restore(store.snapshot())
+                    at_once(copied.restoring(store.snapshot()))
                     self.stores[half] = copied
                     self.owners[half] = 1 - self.owners[half]
         match doing.kind:
@@ -206,7 +207,7 @@ def test_a_store_that_became_a_copy_is_another() -> None:
     """As after a backup was brought up to date: versions may repeat."""
     store = ShardStore(MODEL, BLOCKS)
     before = store.lineage
-    store.restore(store.snapshot())
+    at_once(store.restoring(store.snapshot()))
     assert store.lineage is not before
 
 

@@ -13,6 +13,7 @@ from ps_core.tables.elements import Codec, DType, pack_presence
 from ps_core.tables.optimizers import STEP_ARRAY, VALUES_ARRAY, OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec, TensorSpec
+from ps_core.work import at_once
 from ps_server.values.shard_store import ShardStore
 
 LENGTHS = (40, 70, 3)
@@ -113,7 +114,7 @@ def test_arrays_are_what_was_loaded_once_it_is_in_place(
         assign(store, name, values, present, edit)
         twin.assign(name, values, present, edit)
         again = fresh(kind)
-        again.restore(store.snapshot())
+        at_once(again.restoring(store.snapshot()))
         assert again.state_bytes == store.state_bytes
         store = again
     assert {name: read(store, name) for name in names} == twin.arrays

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_core.keys import RangeId, TableId
+from ps_core.work import at_once
 from ps_server.values.copy_on_write import Key, RangeSnapshots
 
 RANGES = [(TableId(t), RangeId(r)) for t in (1, 2) for r in (0, 1)]
@@ -63,7 +64,7 @@ def test_each_block_is_handed_over_once_as_it_was(actions: list[tuple[str, Any, 
             snapshots.add(key, stores[key], blocks)
         elif action == "next":
             left = snapshots.has_more
-            found = snapshots.next(RANGES)
+            found = at_once(snapshots.taking(RANGES))
             assert (found is not None) == left
             taken += [(found[0][0], found[1])] if found is not None else []
     taken += list(_rest(snapshots))
@@ -76,5 +77,5 @@ def test_each_block_is_handed_over_once_as_it_was(actions: list[tuple[str, Any, 
 
 
 def _rest(snapshots: Any) -> Iterator[tuple[TableId, Saved]]:
-    while (found := snapshots.next(RANGES)) is not None:
+    while (found := at_once(snapshots.taking(RANGES))) is not None:
         yield found[0][0], found[1]

@@ -92,7 +92,7 @@ def test_all_rows_are_given_as_they_were(
         elif action == "capture" and expected is None:
             expected = store.saved(0)
             snapshots.add(KEY, store, [0])
-        elif action == "next" and (found := snapshots.next([KEY])) is not None:
+        elif action == "next" and (found := at_once(snapshots.taking([KEY]))) is not None:
             pieces.append(found[1])
         elif action == "end":
             snapshots.end()
@@ -100,7 +100,7 @@ def test_all_rows_are_given_as_they_were(
         if expected is not None and not snapshots.has_more:
             check(expected, pieces)
             expected, pieces = None, []
-    while expected is not None and (found := snapshots.next([KEY])) is not None:
+    while expected is not None and (found := at_once(snapshots.taking([KEY]))) is not None:
         pieces.append(found[1])
     if expected is not None:
         check(expected, pieces)

@@ -409,7 +409,7 @@ def test_a_copy_and_a_loaded_store_go_on_as_the_one_that_was_copied(
     step(copied, 1, [[(5, [1, 1, 1])]])  # is forgotten
     for clock, workers in enumerate(before, 1):
         step(store, clock, workers)
-    copied.restore(store.snapshot())
+    at_once(copied.restoring(store.snapshot()))
     for block in range(PARTITIONS):
         saved = store.saved(block)
         memory_of = loaded.load(block, saved.version, saved.steps)
@@ -434,7 +434,7 @@ def test_ids_that_were_admitted_are_no_candidates_of_a_copy() -> None:
     store, copied = store_of(table), store_of(table)
     step(store, 1, [[(each, [1, 1, 1]) for each in range(200)]])
     step(store, 2, [[(each, [1, 1, 1]) for each in range(10)]])
-    copied.restore(store.snapshot())
+    at_once(copied.restoring(store.snapshot()))
     assert (copied.row_count, copied.candidate_count) == (10, 190)
     for each in (store, copied):
         step(each, 3, [[(row_id, [1, 1, 1]) for row_id in range(100)]])
@@ -527,7 +527,7 @@ def test_what_is_wrong_with_a_copy_or_a_sum_is_refused() -> None:
     ]
     for each in broken:
         with pytest.raises((InvalidKeys, InvalidTensor)):
-            other.restore(each)
+            at_once(other.restoring(each))
     mean = SentAccumulator((), means=(Elements(0, b"", b""),))
     with pytest.raises(InvalidKeys, match="running means"):
         at_once(store.receiving(mean))

@@ -97,7 +97,7 @@ def test_a_backup_has_the_running_mean_of_its_primary(data: st.DataObject) -> No
             waiting.append((put, accumulator))
     compensated(data, primary, clock + 1, READERS[0])  # comes to nothing: its primary is lost
     joiner = ShardStore(subject, blocks, PoisonedPool())
-    joiner.restore(primary.snapshot())
+    at_once(joiner.restoring(primary.snapshot()))
     for put, accumulator in waiting:
         told(joiner, over_the_wire(put, SMALL_BYTES))
         apply(primary, put, accumulator)
@@ -156,7 +156,7 @@ def train_a_copy(
     scale = data.draw(st.sampled_from([1.0, 0.375]))
     for store in (first, other):
         if store is other:
-            store.restore(copy)
+            at_once(store.restoring(copy))
             assert store.snapshot() == copy
         store.apply(clock, (), 2, scale)
         for later, (parts, _) in enumerate(steps, clock + 1):
@@ -211,7 +211,7 @@ def test_a_copy_of_another_store_is_refused_and_changes_nothing(
     before = store.snapshot()
     other = ShardStore(table([20, 108], optimizer=adam), range(2)).snapshot()
     with pytest.raises(error, match=text):
-        store.restore(spoil(other))
+        at_once(store.restoring(spoil(other)))
     assert store.snapshot() == before
 
 
@@ -219,7 +219,7 @@ def test_what_is_restored_is_not_what_was_kept_for_readers() -> None:
     """A gradient of somebody who was given values by another server is not compensated."""
     store = ShardStore(table([64]), range(1))
     store.keep(Incarnation(7), 0)
-    store.restore(ShardStore(table([64]), range(1)).snapshot())
+    at_once(store.restoring(ShardStore(table([64]), range(1)).snapshot()))
     assert not store._kept
 
 

@@ -358,7 +358,7 @@ class Numbers:
     def restore(self, range_id: RangeId, copies: dict[TableId, StoreCopy]) -> None:
         """Make the range what was copied; there is room for it."""
         for table_id, copy in copies.items():
-            self.shards.stores[table_id, range_id].restore(copy)
+            at_once(self.shards.stores[table_id, range_id].restoring(copy))
 
     def read(
         self, table: Table, range_id: RangeId, block: int, clock: int | None

@@ -192,20 +192,16 @@ def test_another_workers_state_is_named(change: Change, tmp_path: Path) -> None:
     assert_refused(directory, reason)
 
 
-def test_a_worker_is_found_by_its_rank(tmp_path: Path) -> None:
+def test_a_workers_part_is_read_and_a_lost_one_says_why(tmp_path: Path) -> None:
     directory = CheckpointStore(str(tmp_path)).directory(7, CLUSTER_ID)
     write_checkpoint(directory, 7)
     with CheckpointReader(directory) as reader:
-        saved = reader.worker(0)
-        assert saved is not None
+        saved, lost = reader.manifest.workers
         header = reader.headers[saved.file]
         assert header.worker is not None
         assert header.worker.state == {"generators": {"torch": {"tensor": "torch"}}}
         assert reader.read_file(saved.file, "torch") == bytes(range(7, 23))
-        lost = reader.worker(1)
-        assert lost is not None
         assert lost.problem == "it was killed"
-        assert reader.worker(2) is None
 
 
 def test_a_root_stands_for_its_newest_good_one(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from ps_core.tables.elements import DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import Eviction, RowsSpec, RowStorage, TableSpec
+from ps_core.work import at_once
 from ps_server.replay.replayer import Replay, read_run
 from tests.unit.written_logs import LEFT, RIGHT, RowsOwner, WrittenLog, by_id
 
@@ -170,7 +171,7 @@ def test_a_snapshot_with_something_else_is_an_error(what: str, tmp_path: Path) -
         values[-1] ^= 1
         changed = copy.blocks[at]._replace(values=bytes(values))
         blocks = (*copy.blocks[:at], changed, *copy.blocks[at + 1 :])
-        store.restore(copy._replace(blocks=blocks))
+        at_once(store.restoring(copy._replace(blocks=blocks)))
     elif what == "a candidate":
         blocks = tuple(
             each._replace(slots=tuple((name, b"") for name, _ in each.slots))
@@ -178,12 +179,12 @@ def test_a_snapshot_with_something_else_is_an_error(what: str, tmp_path: Path) -
             else each
             for each in copy.blocks
         )
-        store.restore(copy._replace(blocks=blocks))
+        at_once(store.restoring(copy._replace(blocks=blocks)))
     elif what == "a version":
         blocks = tuple(each._replace(version=each.version + 1) for each in copy.blocks)
-        store.restore(copy._replace(blocks=blocks))
+        at_once(store.restoring(copy._replace(blocks=blocks)))
     else:
-        store.restore(copy._replace(sums=()))
+        at_once(store.restoring(copy._replace(sums=())))
     log.snapshot(other)
     again = replayed(tmp_path, FTRL)
     with pytest.raises(InvalidUpdateLog, match="table 'users' is other than what its updates make"):

@@ -63,7 +63,7 @@ def test_a_backup_makes_what_its_primary_has_made() -> None:
     sent = primary.kept_accumulator(1).sent().fixed()
     at_once(backup.applying(1, at_once(backup.receiving(sent)), (), 1))
     assert backup.row_count == 50
-    backup.restore(backup.snapshot())
+    at_once(backup.restoring(backup.snapshot()))
     assert backup.row_count == 50
 
 

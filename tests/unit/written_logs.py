@@ -63,7 +63,9 @@ class Owner:
     def twin(self) -> Self:
         """Another server that has the same."""
         found = type(self)(self.range_id, self.of, self.term, self.number)
-        found.shards.stores[self.of.table_id, self.range_id].restore(self._store.snapshot())
+        at_once(
+            found.shards.stores[self.of.table_id, self.range_id].restoring(self._store.snapshot())
+        )
         found.copy = self.copy.twin()
         return found
 
@@ -201,7 +203,7 @@ class RowsOwner(Owner):
                 values = turned(each.values) if each.values else b""
                 each = each._replace(values=values, slots=tuple(slots.items()))
             blocks.append(each)
-        self._store.restore(copy._replace(blocks=tuple(blocks)))
+        at_once(self._store.restoring(copy._replace(blocks=tuple(blocks))))
 
     def rows(self) -> dict[str, dict[int, dict[str, bytes]]]:
         """Everything by id: of rows, and of candidates that count."""

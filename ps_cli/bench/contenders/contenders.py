@@ -18,6 +18,9 @@ from ps_worker.client.local_cluster import LocalCluster
 
 ContenderT = TypeVar("ContenderT")
 
+ALONE, HEAD_WIDTH = "alone", 64
+"""A way of the contender `transformer`, and its width of a head; that file imports torch."""
+
 
 def enter_all(
     stack: ExitStack, contenders: Sequence[AbstractContextManager[ContenderT]]

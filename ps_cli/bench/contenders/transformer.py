@@ -16,12 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ps_worker as ps
 from ps_cli.bench.contenders.child import Actions
+from ps_cli.bench.contenders.contenders import ALONE, HEAD_WIDTH
 from ps_cli.bench.contenders.training import BYTE_COUNT, LEARNING_RATE
 from ps_cli.bench.devices import CUDA
 from ps_worker.training.tables.device_copies import pinned_bytes
-
-ALONE = "alone"
-HEAD_WIDTH = 64
 
 
 class Layer(nn.Module):

@@ -16,8 +16,8 @@ EXPONENT = 1.05
 class ZipfIds:
     """Independent draws; an id may come several times. Takes 16 bytes a row."""
 
-    def __init__(self, row_count: int, seed: int = 0) -> None:
-        self._draws = np.random.default_rng(seed)
+    def __init__(self, row_count: int) -> None:
+        self._draws = np.random.default_rng(0)
         self._sums = np.cumsum(np.arange(1, row_count + 1, dtype=np.float64) ** -EXPONENT)
         self._ids = self._draws.permutation(row_count)
 

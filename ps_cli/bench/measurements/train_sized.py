@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 
 import ps_worker as ps
 from ps_cli.bench.contenders.child import Child, started
-from ps_cli.bench.contenders.contenders import enter_all
+from ps_cli.bench.contenders.contenders import ALONE, HEAD_WIDTH, enter_all
 from ps_cli.bench.devices import CPU, name_of
 from ps_cli.bench.instruments.sampling import MIB, figures_table, rounded, take_turns
 from ps_cli.bench.lanes import AUTO, LANES
@@ -20,12 +20,6 @@ from ps_cli.bench.measurements.train import transfer_cells
 from ps_cli.bench.settings import BenchSettings
 
 ELEMENT_BYTES = 4
-HEAD_WIDTH = 64
-"""The transformer's; that file imports torch."""
-
-ALONE = "alone"
-"""A way of `ps_cli.bench.contenders.transformer`, which is another process: it imports torch."""
-
 BATCH, LENGTH = 4, 1024
 LARGE_MB, LARGE_BATCH = 4000, 2
 """Parameters from so many on leave less memory to batches."""
