@@ -20,6 +20,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, ParamSpec, TypeVar, Unpack
 
@@ -66,6 +67,7 @@ from ps_worker.training.optimizer_state import (
     numbered,
 )
 from ps_worker.training.served_state import pulled_arrays, torch_state
+from ps_worker.training.tables.awaited_parameters import AwaitedParameters, has_compiled
 from ps_worker.training.tables.step_scale import StepScale, amp_scale_of, check_unscaled
 from ps_worker.training.tables.trained_table import TrainedTable
 from ps_worker.training.trained_model import TrainedModel
@@ -75,6 +77,9 @@ _Base = torch.optim.Optimizer
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _SHOWN_TENSOR_COUNT = 5
+_WITH_INNER = (Aggregate, Add, Outer)
+"""Of these the worker has an optimizer of its own."""
+
 _names_in_use: weakref.WeakKeyDictionary[Client, set[str]] = weakref.WeakKeyDictionary()
 
 
@@ -139,6 +144,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             next gradients and into checkpoints. `docs/guides/COMPRESSION.md` compares them.
         pull_codec (str | None, the client's): how parameters travel to this worker: "none", "bf16",
             "fp16", or "int8", which rounds them to the nearest: nothing is fed back.
+        overlap_pull (bool, False): `step` does not wait for the new parameters, which come while
+            the next forward pass runs: each is waited for when it is read as an attribute of its
+            module, or by `parameters()` or `state_dict()` of the module. A tensor that the script
+            has kept itself has its new value after `wait()`. Needs a module, and the servers'
+            optimizers. With backup workers, in CUDA graphs and once torch has compiled
+            anything, `step` waits as usual.
 
     Attributes:
         results: the results of the last step, one a table: blocks that were too stale
@@ -193,6 +204,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._rows = self._model.rows
         self._module = parameters if isinstance(parameters, nn.Module) else module
         self._hooks: dict[torch.Tensor, RemovableHandle] = {}
+        self._awaited: AwaitedParameters | None = None
         self._loss: float | None = None
         self._is_made = False
         self._has_stepped = False
@@ -200,6 +212,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if checked.buffers == "mean" and self._module is None:
             raise InvalidConfig("buffers is 'mean' without a module; give module=")
         has_rows = self._module is not None and has_embeddings(self._module)
+        if checked.overlap_pull and (self._module is None or isinstance(optimizer, _WITH_INNER)):
+            raise InvalidConfig(
+                "overlap_pull needs a module, whose parameters the servers update; got "
+                + ("none" if self._module is None else f"{type(optimizer).__name__}")
+            )
         groups = named_groups(parameters, self._module, may_be_empty=has_rows)
         _check_reduces_alone(groups, self._client.world_size)
         if self._model.moves and checked.is_eager:
@@ -207,7 +224,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"mode is 'eager' with {type(optimizer).__name__}, which pushes what a whole step "
                 "did; expected 'sealed'"
             )
-        if isinstance(optimizer, Aggregate | Add | Outer):
+        if isinstance(optimizer, _WITH_INNER):
             inner = self._model.inner = inner_optimizer(optimizer, groups)
             super().__init__(inner.param_groups, dict(inner.defaults))
             self._share(inner)
@@ -219,6 +236,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for rows in self._rows:
             rows.on_gradient = partial(_row_gradient_came, weakref.ref(self))
         self._is_made = True
+        if checked.overlap_pull and self._module is not None:
+            self._awaited = AwaitedParameters(self._module, self._model.await_parameters)
+            client.before_leaving.append(weakref.WeakMethod(self._model.await_values))
         client.checkpoints.save_points.add_model(self._model.awake_handles)
         self._own_state = OptimizerState(self, self._model.aggregates)
         client.attach_state(f"optimizer/{checked.name}", self._own_state)
@@ -311,6 +331,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 with torch.enable_grad():
                     self._loss = closure()
         self._hook_trainable()
+        if self._awaited is not None and has_compiled():
+            logs.info("pull_not_overlapped", name=self._model.options.name, reason="torch.compile")
+            self._end_overlap()
         try:
             self._model.step(self.param_groups, amp_scale_of(self, self._model.rows_name), closure)
             return self._loss
@@ -341,7 +364,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             WaitExpired: it has not.
         """
         if self._is_made:
-            self._model.end_step()
+            self._model.end_step(awaits_values=False)
             self._client.checkpoints.save_points.reach(is_explicit=False)
             self._zeroed_at = self._client.engine.steps.mark
         _plain(_Base.zero_grad)(self, set_to_none)
@@ -522,11 +545,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._model.synchronize(self.param_groups, timeout_s)
 
+    def wait(self) -> None:
+        """With `overlap_pull`: wait for the parameters of the last step.
+
+        Blocking: until they are here.
+
+        Raises:
+            PushpullError: as `Client.wait`; the next call goes on.
+        """
+        self._model.await_values()
+
     def close(self) -> None:
-        """Remove the hooks of the parameters; the tables stay. Idempotent."""
+        """Remove the hooks of the parameters; the tables stay. Idempotent.
+
+        Blocking: as `wait`.
+        """
+        self._end_overlap()
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
+
+    def _end_overlap(self) -> None:
+        self._model.await_values()
+        self._model.options = replace(self._model.options, overlap_pull=False)
+        if self._awaited is not None:
+            self._awaited.close()
+            self._awaited = None
 
     # --- at the start
 

@@ -16,7 +16,7 @@ Rules:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -130,6 +130,8 @@ class TrainedModel:
         self._edits = PlannedEdits()
         self._join = ModelJoin(client, options.name, self.tables)
         self._times: StepTimes  # from `begin` on
+        # Tables and places of parameters by identity, while a step's values are awaited.
+        self._awaited: dict[int, tuple[TrainedTable, int]] = {}
 
     @property
     def aggregates(self) -> bool:
@@ -275,13 +277,32 @@ class TrainedModel:
             )
         self._sealed.has_gradients = True
 
-    def end_step(self) -> None:
+    def end_step(self, *, awaits_values: bool = True) -> None:
         """End the step whose end an earlier call has not seen, if there is one; blocks and raises
-        as `step`, but not again for a gradient that was not finite.
+        as `step`, but not again for a gradient that was not finite. Then wait for the values that
+        the last step did not wait for, unless told not to.
         """
         if self._sealed is not None:
             self._sealed.problem = ""
             self.results = self._end(self._sealed)
+        if awaits_values:
+            self.await_values()
+
+    def await_values(self) -> None:
+        """Wait for the parameters that are awaited, and write them."""
+        if self._awaited:
+            for table in self.tables:
+                table.await_values()
+            self._awaited = {}
+
+    def await_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Wait for these of the parameters that are awaited. Any thread."""
+        awaited = self._awaited
+        if awaited:
+            for parameter in parameters:
+                if (place := awaited.get(id(parameter))) is not None:
+                    table, index = place
+                    table.await_values(index)
 
     def push_rows_ahead(self) -> None:
         """Push the gradients of rows, while it is not known yet whether the next `step` skips. Only
@@ -560,10 +581,13 @@ class TrainedModel:
         skip = scale.skip or bool(problem)
         with self._client.connection.loop.together():
             self._seal_buffers()
-            tickets = {
-                table: table.seal(hyperparameters, scale, skip=skip or not table.takes_part)
-                for table, hyperparameters in awake.items()
-            }
+            tickets = {}
+            is_awaited = not skip and self._may_await()
+            for table, hyperparameters in awake.items():
+                is_skipped = skip or not table.takes_part
+                tickets[table] = table.seal(
+                    hyperparameters, scale, skip=is_skipped, is_awaited=is_awaited
+                )
             row_steps = []
             if not is_round:
                 row_steps = [(rows, rows.seal(scale, skip=skip)) for rows in self.rows]
@@ -583,6 +607,14 @@ class TrainedModel:
             sealed.marks = self._marks()
         self._is_hooked = False
         return sealed
+
+    def _may_await(self) -> bool:
+        """True if the script gets the step's values when it reads them. A CUDA graph's replay reads
+        them without a word, and a worker that was left out by others learns that by its pull.
+        """
+        if not self.options.overlap_pull or self.are_replayed:
+            return False
+        return all(not setting.backup_workers for setting in self._settings())
 
     def _push_rest(self, awake: Mapping[TrainedTable, Hyperparameters]) -> str:
         """Push the rest of the step, up to the first gradient that is not finite; returns words for
@@ -629,6 +661,10 @@ class TrainedModel:
             raise
         with uninterrupted():
             self._sealed = None
+            for table in sealed.tickets:
+                if table.has_awaited:
+                    places = enumerate(table.layout.placed)
+                    self._awaited |= {id(entry.tensor): (table, at) for at, entry in places}
             self._leave_out(sealed.tickets)
             if sealed.is_edit:
                 self._ended_edit(sealed)

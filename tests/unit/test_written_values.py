@@ -25,7 +25,7 @@ class Written:
         for view, each in zip(received.views, parameters, strict=True):
             view.copy_(each.detach())
         self.values = WrittenValues(layout, received)
-        self.values.written()
+        self.values.wrote_all()
 
     def edited(self) -> list[int]:
         return self.values.edited()
@@ -109,7 +109,7 @@ def test_autograd_knows_of_most_changes_and_a_mark_forgets_them() -> None:
     assert not written.touched()
     written.parameters[0].data = torch.ones(3)
     assert written.touched(), "it lies elsewhere"
-    written.values.written()
+    written.values.wrote_all()
     assert not written.touched()
 
 

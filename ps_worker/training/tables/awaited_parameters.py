@@ -6,19 +6,21 @@ Rules:
       the weights of its `out_proj`), to `parameters()`, `state_dict()`, a copy.
     - Some modules keep their parameters in lists of their own (`LSTM`), so each waits for its own
       before its forward as well.
-    - Compiled code reads parameters without either: where something may be compiled, all are
-      awaited before the forward of the whole module.
+    - Compiled code reads parameters without either. Once torch has compiled anything, the owner
+      ends this; until then, where something may be compiled, all are awaited before the forward of
+      the whole module.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 Await: TypeAlias = Callable[[Iterable[torch.Tensor]], None]
 """Waits until these parameters have their values."""
@@ -29,19 +31,22 @@ class _Awaited(dict[str, nn.Parameter | None]):
 
     def __init__(self, parameters: dict[str, nn.Parameter | None], await_: Await) -> None:
         super().__init__(parameters)
-        self.await_ = await_
+        self._await = await_
 
     def all(self) -> None:
-        self.await_(each for each in super(_Awaited, self).values() if each is not None)
+        """Wait for all of them."""
+        self._await(each for each in super().values() if each is not None)
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         found = super().__getitem__(name)
         if found is not None:
-            self.await_((found,))
+            self._await((found,))
         return found
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        if name not in self:
+            return default
+        return self[name]
 
     def items(self) -> Any:
         self.all()
@@ -63,21 +68,39 @@ class _Awaited(dict[str, nn.Parameter | None]):
 
 
 class AwaitedParameters:
-    """Waits in a module and those in it, until `close`."""
+    """Waits in a module, and in those in it, until `close`."""
 
     def __init__(self, module: nn.Module, await_: Await) -> None:
-        self._modules: list[nn.Module] = []
-        self._hooks: list[RemovableHandle] = [
-            module.register_forward_pre_hook(_before_compiled, prepend=True)
-        ]
-        for each in module.modules():
-            if each._parameters:
-                each._parameters = _Awaited(each._parameters, await_)
-                self._hooks.append(each.register_forward_pre_hook(_before, prepend=True))
-                self._modules.append(each)
+        self._modules = [each for each in module.modules() if each._parameters]
+        before_all = partial(_before_compiled, [*self._modules])
+        self._hooks = [module.register_forward_pre_hook(before_all, prepend=True)]
+        for each in self._modules:
+            each._parameters = _Awaited(each._parameters, await_)
+            self._hooks.append(each.register_forward_pre_hook(_before, prepend=True))
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
         for module in self._modules:
             module._parameters = dict(module._parameters)
+
+
+def has_compiled() -> bool:
+    """True if torch has compiled something in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and utils.counters["frames"]["total"] > 0
+
+
+def _before(module: nn.Module, *_: object) -> None:
+    if isinstance(module._parameters, _Awaited):
+        module._parameters.all()
+
+
+def _before_compiled(modules: Iterable[nn.Module], *_: object) -> None:
+    if "torch._dynamo" in sys.modules:
+        for module in modules:
+            _before(module)
+
+
+# The compiler calls them, and does not look into them.
+_before._torchdynamo_disable = _before_compiled._torchdynamo_disable = True  # type: ignore[attr-defined]

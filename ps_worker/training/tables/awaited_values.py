@@ -1,7 +1,7 @@
 """Pulled values that are written into a table's parameters one after the other, when the script
 reads them.
 
-    step() --sealed, committed--> returns; the next forward reads a parameter --> waits for its piece
+    step() --sealed, committed--> returns; a parameter is read --> waits for its piece
 
 Rules:
     - A table is pulled in pieces, in the order of its parameters, which is mostly that of their

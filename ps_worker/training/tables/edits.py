@@ -11,7 +11,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -84,6 +84,11 @@ class WrittenValues:
         far = [(index, tensor) for index, tensor in tensors if not tensor.is_cpu]
         self._summed.update(index for index, _ in far)
         self._sums.take(far, self._views)
+
+    def wrote_all(self, but: Collection[int] = ()) -> None:
+        """The parameters, except `but`, have the received values."""
+        self.wrote(index for index in range(len(self._layout.placed)) if index not in but)
+        self.end()
 
     def end(self) -> None:
         """All parameters have the received values, but for those that the script has changed."""

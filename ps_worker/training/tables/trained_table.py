@@ -152,7 +152,7 @@ class TrainedTable:
         step = self._client.tables.begin_assign(self.handle)
         step.push_blocks(blocks_in(self.handle.table, self._received.values))
         self.pending.add(step.seal())
-        self._wrote_all()
+        self._written.wrote_all()
         for block in range(self.handle.table.block_count):  # as if it had pulled them
             self.handle.steps.peer_versions[block] = 0
 
@@ -408,6 +408,11 @@ class TrainedTable:
         self._arrivals.clear()
         self._written.begin()
 
+    @property
+    def has_awaited(self) -> bool:
+        """True if parameters have not got the values of the last step."""
+        return bool(self._awaited)
+
     def await_values(self, index: int | None = None) -> None:
         """Wait for the values that the last step did not wait for, and write them: those of one
         parameter (its place in the layout), or all. Any thread.
@@ -460,11 +465,7 @@ class TrainedTable:
         moves = [(entry.tensor, view) for i, (entry, view) in enumerate(pairs) if i not in but]
         with torch.no_grad():
             self._arrivals = from_host(moves)
-        self._wrote_all(but)
-
-    def _wrote_all(self, but: Collection[int] = ()) -> None:
-        self._written.wrote(i for i in range(len(self.layout.placed)) if i not in but)
-        self._written.end()
+        self._written.wrote_all(but)
 
     def move_again(self, result: StepResult) -> bool:
         """OUTER: keep how far inner steps moved the parameters in blocks that the servers did not
