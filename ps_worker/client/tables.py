@@ -584,7 +584,9 @@ class Pulls:
     async def _pull_after(self, before: Future[Pulled] | None, order: PullOrder) -> Pulled:
         """Pull when the one `before` has ended, well or not."""
         if before is not None:
-            await asyncio.wait([asyncio.shield(asyncio.wrap_future(before))])
+            ended = asyncio.wrap_future(before)
+            await asyncio.wait([ended])
+            ended.exception()  # whoever waits for it is told
         return await self._engine.pull(order)
 
     def start_state(self, table: TableHandle, raw: Raw, array: str) -> PullTicket[Pulled]:

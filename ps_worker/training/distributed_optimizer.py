@@ -67,7 +67,7 @@ from ps_worker.training.optimizer_state import (
     numbered,
 )
 from ps_worker.training.served_state import pulled_arrays, torch_state
-from ps_worker.training.tables.awaited_parameters import AwaitedParameters, has_compiled
+from ps_worker.training.tables.awaited_parameters import AwaitedParameters
 from ps_worker.training.tables.step_scale import StepScale, amp_scale_of, check_unscaled
 from ps_worker.training.tables.trained_table import TrainedTable
 from ps_worker.training.trained_model import TrainedModel
@@ -239,6 +239,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if checked.overlap_pull and self._module is not None:
             self._awaited = AwaitedParameters(self._module, self._model.await_parameters)
             client.before_leaving.append(weakref.WeakMethod(self._model.await_values))
+            self._check_overlap()
         client.checkpoints.save_points.add_model(self._model.awake_handles)
         self._own_state = OptimizerState(self, self._model.aggregates)
         client.attach_state(f"optimizer/{checked.name}", self._own_state)
@@ -331,9 +332,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 with torch.enable_grad():
                     self._loss = closure()
         self._hook_trainable()
-        if self._awaited is not None and has_compiled():
-            logs.info("pull_not_overlapped", name=self._model.options.name, reason="torch.compile")
-            self._end_overlap()
+        self._check_overlap()
         try:
             self._model.step(self.param_groups, amp_scale_of(self, self._model.rows_name), closure)
             return self._loss
@@ -564,6 +563,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
+
+    def _check_overlap(self) -> None:
+        """Compiled code reads parameters without waiting for them."""
+        if self._awaited is not None and self._awaited.may_be_compiled:
+            logs.info("pull_not_overlapped", name=self._model.options.name, reason="torch.compile")
+            self._end_overlap()
 
     def _end_overlap(self) -> None:
         self._model.await_values()

@@ -13,7 +13,6 @@ Rules:
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -63,32 +62,32 @@ class _Awaited(dict[str, nn.Parameter | None]):
         """A copy of the module is a plain one."""
         return dict, (self.copy(),)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
-        return copy.deepcopy(self.copy(), memo)
-
 
 class AwaitedParameters:
     """Waits in a module, and in those in it, until `close`."""
 
     def __init__(self, module: nn.Module, await_: Await) -> None:
-        self._modules = [each for each in module.modules() if each._parameters]
+        self._modules = list(module.modules())
+        self._has_compiled = any(hasattr(each, "_orig_mod") for each in self._modules)
         before_all = partial(_before_compiled, [*self._modules])
         self._hooks = [module.register_forward_pre_hook(before_all, prepend=True)]
         for each in self._modules:
             each._parameters = _Awaited(each._parameters, await_)
-            self._hooks.append(each.register_forward_pre_hook(_before, prepend=True))
+            if len(each._parameters):
+                self._hooks.append(each.register_forward_pre_hook(_before, prepend=True))
+
+    @property
+    def may_be_compiled(self) -> bool:
+        """True if a module is compiled, or torch has compiled something in this process."""
+        utils = sys.modules.get("torch._dynamo.utils")
+        has_compiled = utils is not None and utils.counters["frames"]["total"] > 0
+        return has_compiled or self._has_compiled
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
         for module in self._modules:
             module._parameters = dict(module._parameters)
-
-
-def has_compiled() -> bool:
-    """True if torch has compiled something in this process."""
-    utils = sys.modules.get("torch._dynamo.utils")
-    return utils is not None and utils.counters["frames"]["total"] > 0
 
 
 def _before(module: nn.Module, *_: object) -> None:

@@ -62,12 +62,15 @@ class AwaitedValues:
         """True if a parameter has not been written."""
         return bool(self._unwritten)
 
-    def begin(self) -> None:
-        """Begin to pull the table at this worker's clock."""
+    def begin(self) -> PullTicket[Pulled]:
+        """Begin to pull the table at this worker's clock. Returns the first piece, whose refusal
+        explains a step that would wait for ever.
+        """
         regions = pieces_of(self._handle.table)
         tickets = self._client.pulls.start_pieces(self._handle, self._received.raw, regions)
         self._pieces = [_Piece(*each) for each in zip(regions, tickets, strict=True)]
         self._unwritten = list(range(len(self._layout.placed)))
+        return tickets[0]
 
     def write(self, index: int | None = None) -> list[Arrival]:
         """Write a parameter, and those before it; all, without an `index`. Waits for their values,

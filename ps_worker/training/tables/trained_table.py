@@ -375,8 +375,8 @@ class TrainedTable:
         skip: bool,
         is_awaited: bool = False,
     ) -> PushTicket:
-        """Seal the step, and begin to pull its result; `finish` waits for both, or for the step
-        alone if the values `is_awaited` when they are read.
+        """Seal the step, and begin to pull its result; `finish` waits for both, or, if the values
+        are awaited when they are read, for the step and the first of them.
         """
         with self._lock:
             step = self._client.tables.begin_step(self.handle)
@@ -391,7 +391,7 @@ class TrainedTable:
             self._was_skipped = skip
         if is_awaited:
             self._prepare_pull()
-            self._awaited.begin()
+            self.pending.add(self._awaited.begin())
         else:
             self.begin_pull()
         return ticket
