@@ -78,7 +78,7 @@ from ps_worker.transport.pulls import Moment, PullOrder, new_cut
 
 _LOOK_S = 0.5
 _PIECES_IN_FLIGHT = 2
-"""Of a pull in pieces: while one is copied, the next is on its way."""
+"""While one piece is copied, the next is on its way."""
 
 _NAMED_TABLE_COUNT = 8
 

@@ -20,7 +20,6 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, ParamSpec, TypeVar, Unpack
 
@@ -78,7 +77,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _SHOWN_TENSOR_COUNT = 5
 _WITH_INNER = (Aggregate, Add, Outer)
-"""Of these the worker has an optimizer of its own."""
+"""Optimizers that run at the workers, too."""
 
 _names_in_use: weakref.WeakKeyDictionary[Client, set[str]] = weakref.WeakKeyDictionary()
 
@@ -148,8 +147,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             the next forward pass runs: each is waited for when it is read as an attribute of its
             module, or by `parameters()` or `state_dict()` of the module. A tensor that the script
             has kept itself has its new value after `wait()`. Needs a module, and the servers'
-            optimizers. With backup workers, in CUDA graphs and once torch has compiled
-            anything, `step` waits as usual.
+            optimizers. With backup workers, and in CUDA graphs, `step` waits as usual; in
+            compiled models the forward waits for all.
 
     Attributes:
         results: the results of the last step, one a table: blocks that were too stale
@@ -204,7 +203,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._rows = self._model.rows
         self._module = parameters if isinstance(parameters, nn.Module) else module
         self._hooks: dict[torch.Tensor, RemovableHandle] = {}
-        self._awaited: AwaitedParameters | None = None
         self._loss: float | None = None
         self._is_made = False
         self._has_stepped = False
@@ -236,10 +234,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for rows in self._rows:
             rows.on_gradient = partial(_row_gradient_came, weakref.ref(self))
         self._is_made = True
-        if checked.overlap_pull and self._module is not None:
-            self._awaited = AwaitedParameters(self._module, self._model.await_parameters)
-            client.before_leaving.append(weakref.WeakMethod(self._model.await_values))
-            self._check_overlap()
+        if checked.overlap_pull:
+            self._model.awaited = AwaitedParameters(self._module)
+            client.before_leaving.append(weakref.WeakMethod(self._model.awaited.wait))
         client.checkpoints.save_points.add_model(self._model.awake_handles)
         self._own_state = OptimizerState(self, self._model.aggregates)
         client.attach_state(f"optimizer/{checked.name}", self._own_state)
@@ -332,7 +329,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 with torch.enable_grad():
                     self._loss = closure()
         self._hook_trainable()
-        self._check_overlap()
         try:
             self._model.step(self.param_groups, amp_scale_of(self, self._model.rows_name), closure)
             return self._loss
@@ -552,30 +548,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             PushpullError: as `Client.wait`; the next call goes on.
         """
-        self._model.await_values()
+        self._model.awaited.wait()
 
     def close(self) -> None:
         """Remove the hooks of the parameters; the tables stay. Idempotent.
 
         Blocking: as `wait`.
         """
-        self._end_overlap()
+        self._model.awaited.close()
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
-
-    def _check_overlap(self) -> None:
-        """Compiled code reads parameters without waiting for them."""
-        if self._awaited is not None and self._awaited.may_be_compiled:
-            logs.info("pull_not_overlapped", name=self._model.options.name, reason="torch.compile")
-            self._end_overlap()
-
-    def _end_overlap(self) -> None:
-        self._model.await_values()
-        self._model.options = replace(self._model.options, overlap_pull=False)
-        if self._awaited is not None:
-            self._awaited.close()
-            self._awaited = None
 
     # --- at the start
 

@@ -16,7 +16,7 @@ Rules:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -56,6 +56,7 @@ from ps_worker.training.planned_edits import (
 )
 from ps_worker.training.served_state import LoadedState, State, arrays_of, is_same, pulled_arrays
 from ps_worker.training.step_times import StepTimes
+from ps_worker.training.tables.awaited_parameters import AwaitedParameters
 from ps_worker.training.tables.gradient_marks import GradientMarks
 from ps_worker.training.tables.inspection import is_finite
 from ps_worker.training.tables.step_scale import StepScale
@@ -102,6 +103,7 @@ class TrainedModel:
         adds: the worker pushes its local optimizer's updates (`Add`).
         outer: the optimizer, if it is `Outer`.
         are_replayed: a CUDA graph, whose replays call no hooks, makes gradients.
+        awaited: the values that the last step did not wait for (`overlap_pull`); the owner sets it.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class TrainedModel:
         self.outer = optimizer if isinstance(optimizer, Outer) else None
         self.inner_steps = InnerSteps(1 if self.outer is None else self.outer.inner_steps)
         self.are_replayed = False
+        self.awaited = AwaitedParameters(None)
         self._client = client
         self._optimizer = optimizer
         self._sealed: _SealedStep | None = None
@@ -130,8 +133,6 @@ class TrainedModel:
         self._edits = PlannedEdits()
         self._join = ModelJoin(client, options.name, self.tables)
         self._times: StepTimes  # from `begin` on
-        # Tables and places of parameters by identity, while a step's values are awaited.
-        self._awaited: dict[int, tuple[TrainedTable, int]] = {}
 
     @property
     def aggregates(self) -> bool:
@@ -286,23 +287,7 @@ class TrainedModel:
             self._sealed.problem = ""
             self.results = self._end(self._sealed)
         if awaits_values:
-            self.await_values()
-
-    def await_values(self) -> None:
-        """Wait for the parameters that are awaited, and write them."""
-        if self._awaited:
-            for table in self.tables:
-                table.await_values()
-            self._awaited = {}
-
-    def await_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Wait for these of the parameters that are awaited. Any thread."""
-        awaited = self._awaited
-        if awaited:
-            for parameter in parameters:
-                if (place := awaited.get(id(parameter))) is not None:
-                    table, index = place
-                    table.await_values(index)
+            self.awaited.wait()
 
     def push_rows_ahead(self) -> None:
         """Push the gradients of rows, while it is not known yet whether the next `step` skips. Only
@@ -582,7 +567,9 @@ class TrainedModel:
         with self._client.connection.loop.together():
             self._seal_buffers()
             tickets = {}
-            is_awaited = not skip and self._may_await()
+            # A graph's replay would not wait, and who was left out learns that by its pull.
+            is_awaited = self.awaited.is_on and not (skip or self.are_replayed)
+            is_awaited &= not any(setting.backup_workers for setting in self._settings())
             for table, hyperparameters in awake.items():
                 is_skipped = skip or not table.takes_part
                 tickets[table] = table.seal(
@@ -607,14 +594,6 @@ class TrainedModel:
             sealed.marks = self._marks()
         self._is_hooked = False
         return sealed
-
-    def _may_await(self) -> bool:
-        """True if the script gets the step's values when it reads them. A CUDA graph's replay reads
-        them without a word, and a worker that was left out by others learns that by its pull.
-        """
-        if not self.options.overlap_pull or self.are_replayed:
-            return False
-        return all(not setting.backup_workers for setting in self._settings())
 
     def _push_rest(self, awake: Mapping[TrainedTable, Hyperparameters]) -> str:
         """Push the rest of the step, up to the first gradient that is not finite; returns words for
@@ -661,10 +640,7 @@ class TrainedModel:
             raise
         with uninterrupted():
             self._sealed = None
-            for table in sealed.tickets:
-                if table.has_awaited:
-                    places = enumerate(table.layout.placed)
-                    self._awaited |= {id(entry.tensor): (table, at) for at, entry in places}
+            self.awaited.begin(sealed.tickets)
             self._leave_out(sealed.tickets)
             if sealed.is_edit:
                 self._ended_edit(sealed)

@@ -1,35 +1,39 @@
-"""A module whose parameters are awaited when they are read, by whatever code reads them.
+"""Parameters of a module that are awaited when they are read, by whatever code reads them.
 
 Rules:
-    - Modules keep their parameters in dictionaries. Each gets one that waits for a parameter before
-      it gives it: to the module's own forward, to that of another (as `MultiheadAttention` reads
-      the weights of its `out_proj`), to `parameters()`, `state_dict()`, a copy.
-    - Some modules keep their parameters in lists of their own (`LSTM`), so each waits for its own
-      before its forward as well.
-    - Compiled code reads parameters without either. Once torch has compiled anything, the owner
-      ends this; until then, where something may be compiled, all are awaited before the forward of
-      the whole module.
+    - Modules keep their parameters in dictionaries. While values are awaited, each has one in its
+      place that waits for a parameter before it gives it: to the module's own forward, to that of
+      another (as `MultiheadAttention` reads the weights of its `out_proj`), to `parameters()`,
+      `state_dict()`, a copy.
+    - Some modules keep their parameters elsewhere as well, so each waits for its own before its
+      forward.
+    - Compiled code reads parameters without either: where anything may be compiled, all are awaited
+      before the forward of the whole module.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+if TYPE_CHECKING:
+    from ps_worker.training.tables.trained_table import TrainedTable
 
 Await: TypeAlias = Callable[[Iterable[torch.Tensor]], None]
 """Waits until these parameters have their values."""
 
 
 class _Awaited(dict[str, nn.Parameter | None]):
-    """A module's parameters by name."""
+    """A module's parameters by name, in the place of `plain`."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter | None], await_: Await) -> None:
-        super().__init__(parameters)
+    def __init__(self, plain: dict[str, nn.Parameter | None], await_: Await) -> None:
+        super().__init__(plain)
+        self.plain = plain
         self._await = await_
 
     def all(self) -> None:
@@ -64,42 +68,72 @@ class _Awaited(dict[str, nn.Parameter | None]):
 
 
 class AwaitedParameters:
-    """Waits in a module, and in those in it, until `close`."""
+    """The tables of one module whose values are awaited, and the waits in it, until `close`.
 
-    def __init__(self, module: nn.Module, await_: Await) -> None:
-        self._modules = list(module.modules())
-        self._has_compiled = any(hasattr(each, "_orig_mod") for each in self._modules)
-        before_all = partial(_before_compiled, [*self._modules])
-        self._hooks = [module.register_forward_pre_hook(before_all, prepend=True)]
+    Attributes:
+        is_on: there is a module to wait in.
+    """
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.is_on = module is not None
+        self._modules: list[nn.Module] = []
+        self._hooks: list[RemovableHandle] = []
+        if module is not None:
+            self._modules += [each for each in module.modules() if each._parameters]
+            before = module.register_forward_pre_hook(self._before_compiled, prepend=True)
+            self._hooks.append(before)
         for each in self._modules:
-            each._parameters = _Awaited(each._parameters, await_)
-            if len(each._parameters):
-                self._hooks.append(each.register_forward_pre_hook(_before, prepend=True))
+            self._hooks.append(each.register_forward_pre_hook(_before, prepend=True))
+        # By the identity of the parameter: its table and its place there.
+        self._places: dict[int, tuple[TrainedTable, int]] = {}
 
-    @property
-    def may_be_compiled(self) -> bool:
-        """True if a module is compiled, or torch has compiled something in this process."""
-        utils = sys.modules.get("torch._dynamo.utils")
-        has_compiled = utils is not None and utils.counters["frames"]["total"] > 0
-        return has_compiled or self._has_compiled
+    def begin(self, tables: Iterable[TrainedTable]) -> None:
+        """The values of these tables are awaited from now on, unless they have been written."""
+        for table in tables:
+            if table.has_awaited:
+                places = enumerate(table.layout.placed)
+                self._places |= {id(entry.tensor): (table, at) for at, entry in places}
+        for module in self._modules if self._places else ():
+            # As an attribute it would be looked at by torch, which takes microseconds.
+            vars(module)["_parameters"] = _Awaited(module._parameters, self.wait_for)
+
+    def wait(self) -> None:
+        """Wait for all values, and write them."""
+        for table, index in list(self._places.values()):
+            table.await_values(index)
+        self._end()
+
+    def wait_for(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Wait for the values of these, if they are awaited. Any thread."""
+        places = self._places
+        for parameter in parameters:
+            if (place := places.get(id(parameter))) is not None:
+                table, index = place
+                table.await_values(index)
+        if not any(table.has_awaited for table, _ in places.values()):
+            self._end()
+
+    def _end(self) -> None:
+        self._places = {}
+        for module in self._modules:
+            awaited = module._parameters
+            if isinstance(awaited, _Awaited):
+                awaited.plain.clear()
+                awaited.plain.update(awaited)
+                vars(module)["_parameters"] = awaited.plain
 
     def close(self) -> None:
+        """Wait for all values, and wait no more in the module."""
+        self.wait()
+        self.is_on = False
         for hook in self._hooks:
             hook.remove()
-        for module in self._modules:
-            module._parameters = dict(module._parameters)
+
+    def _before_compiled(self, *_: object) -> None:
+        if "torch._dynamo" in sys.modules and self._places:
+            torch.compiler.disable(self.wait)()
 
 
 def _before(module: nn.Module, *_: object) -> None:
     if isinstance(module._parameters, _Awaited):
         module._parameters.all()
-
-
-def _before_compiled(modules: Iterable[nn.Module], *_: object) -> None:
-    if "torch._dynamo" in sys.modules:
-        for module in modules:
-            _before(module)
-
-
-# The compiler calls them, and does not look into them.
-_before._torchdynamo_disable = _before_compiled._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ps_worker.steps.steps import Pulled, PullTicket, TableHandle
 
 _MOST_PIECES = 8
-"""Of a table: a piece more lets forward begin earlier, and is a round trip more."""
+"""A piece more lets forward begin earlier, and is a round trip more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,17 +72,17 @@ class AwaitedValues:
         self._unwritten = list(range(len(self._layout.placed)))
         return tickets[0]
 
-    def write(self, index: int | None = None) -> list[Arrival]:
-        """Write a parameter, and those before it; all, without an `index`. Waits for their values,
-        as `Client.wait`; after an error the next call pulls again what has not come.
+    def write(self, index: int) -> list[Arrival]:
+        """Write a parameter, and those before it. Waits for their values, as `Client.wait`; after
+        an error the next call pulls again what has not come.
 
         Returns:
             The arrivals after which the values are no longer read.
         """
-        placed, last = self._layout.placed, len(self._layout.placed) - 1
-        if not self._unwritten or (index is not None and index < self._unwritten[0]):
+        placed = self._layout.placed
+        if not self._unwritten or index < self._unwritten[0]:
             return []
-        end = placed[last if index is None else index].end
+        end = placed[index].end
         pieces = [piece for piece in self._pieces if piece.region.begin < end]
         self._pull_again(pieces)
         self._client.wait_all([piece.ticket for piece in pieces])

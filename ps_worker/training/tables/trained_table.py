@@ -231,7 +231,7 @@ class TrainedTable:
         read only if autograd knows of a change, and in one step of `_LOOK_EVERY`, because reading a
         large frozen model would cost as much as a pass through it.
         """
-        self.await_values()
+        self.await_values(len(self.layout.placed) - 1)
         if not self._written.is_known:
             return []
         if self.is_asleep:
@@ -413,9 +413,9 @@ class TrainedTable:
         """True if parameters have not got the values of the last step."""
         return bool(self._awaited)
 
-    def await_values(self, index: int | None = None) -> None:
-        """Wait for the values that the last step did not wait for, and write them: those of one
-        parameter (its place in the layout), or all. Any thread.
+    def await_values(self, index: int) -> None:
+        """Wait for the values that the last step did not wait for, up to those of a parameter (its
+        place in the layout), and write them. Any thread.
         """
         if self._awaited:
             with self._lock:
