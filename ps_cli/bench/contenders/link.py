@@ -19,6 +19,7 @@ from ps_cli.bench.contenders.worker import (
 )
 from ps_cli.bench.instruments.shaped_link import device_bytes
 from ps_cli.bench.lanes import GRPC
+from ps_core.limits import DEFAULT_BLOCK_ELEMENTS
 from ps_runtime.launch.cluster_shape import ClusterShape
 from ps_worker.client.local_cluster import LocalCluster
 
@@ -27,6 +28,7 @@ DEADLINE_S = 240.0
 WAITS, OVERLAPS = "training that waits", "training that overlaps"
 TRAINED_STEPS = 4
 BACKWARD_SHARE = 2 / 3
+_FEWEST_BLOCKS = 16
 
 
 @contextlib.contextmanager
@@ -70,12 +72,14 @@ class _Training:
     def __init__(self, client: ps.Client, size: int, compute_s: float, *, overlaps: bool) -> None:
         self._model = EmulatedModel(size // ELEMENT_BYTES, BACKWARD_SHARE)
         self._compute_s = compute_s
+        share = size // ELEMENT_BYTES // _FEWEST_BLOCKS // 64 * 64
         self._optimizer = ps.DistributedOptimizer(
             client,
             self._model,
             ps.SGD(lr=0.1),
             name=OVERLAPS if overlaps else WAITS,
             overlap_pull=overlaps,
+            block_elements=min(share, DEFAULT_BLOCK_ELEMENTS),
         )
 
     def step_s(self) -> float:
