@@ -222,6 +222,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"mode is 'eager' with {type(optimizer).__name__}, which pushes what a whole step "
                 "did; expected 'sealed'"
             )
+        self._check_awaited(groups)
         if isinstance(optimizer, _WITH_INNER):
             inner = self._model.inner = inner_optimizer(optimizer, groups)
             super().__init__(inner.param_groups, dict(inner.defaults))
@@ -386,6 +387,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         position = sum(len(group["params"]) for group in self.param_groups)
         group = named_group(param_group, self._module, position)
+        self._check_awaited([group])
         if self._model.inner is not None:
             self._model.inner.add_param_group(group)
         else:
@@ -584,6 +586,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except BaseException:
             names.discard(name)
             raise
+
+    def _check_awaited(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Refuse parameters that would be read without being awaited."""
+        if not self._model.options.overlap_pull or self._module is None:
+            return
+        known = {id(parameter) for parameter in self._module.parameters()}
+        for group in groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                if id(parameter) not in known:
+                    raise InvalidConfig(
+                        f"parameter '{name}' is not in the module; with overlap_pull all have to "
+                        "be, because reads of the module's parameters wait for them"
+                    )
 
     def _tables_of_group(self, number: int) -> list[TrainedTable]:
         group = self.param_groups[number]

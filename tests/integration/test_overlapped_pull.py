@@ -318,6 +318,26 @@ def test_workers_that_disagree_are_told_by_the_step() -> None:
         together(clients, disagree)
 
 
+def test_a_layer_that_comes_later_is_awaited_too(clients: list[ps.Client]) -> None:
+    def check(client: ps.Client) -> None:
+        model = made(Plain)
+        optimizer = optimizer_of(client, model, "grown", buffers=None)
+        backward(client, model, 0)
+        optimizer.step()
+        with _one_at_a_time:
+            torch.manual_seed(4)
+            model.append(nn.Linear(4, 4))
+        optimizer.add_param_group({"params": list(model[5].parameters())})
+        optimizer.zero_grad()
+        backward(client, model, 1)
+        kept, before = model[5].weight, model[5].weight.detach().clone()
+        optimizer.step()
+        assert torch.equal(kept, before)
+        assert not torch.equal(model[5].weight, before)
+
+    together(clients, check)
+
+
 def test_with_backup_workers_a_step_waits_for_its_values(clients: list[ps.Client]) -> None:
     def check(client: ps.Client) -> None:
         model = made(Plain)
@@ -348,9 +368,14 @@ def test_a_skipped_step_gives_the_values_of_before(clients: list[ps.Client]) -> 
     ("make", "options", "message"),
     [
         (lambda model: model.parameters(), {}, "overlap_pull needs a module.*got none"),
+        (
+            lambda _: [nn.Parameter(torch.zeros(64))],
+            {"module": Plain()},
+            "'parameter.0' is not in the module",
+        ),
         (lambda model: model, {"optimizer": ps.Add(partial(torch.optim.SGD, lr=0.1))}, "got Add"),
     ],
-    ids=["no module", "Add"],
+    ids=["no module", "another module", "Add"],
 )
 def test_what_it_needs(
     clients: list[ps.Client], make: Any, options: dict[str, Any], message: str

@@ -76,14 +76,14 @@ class AwaitedParameters:
 
     def __init__(self, module: nn.Module | None) -> None:
         self.is_on = module is not None
-        self._modules: list[nn.Module] = []
+        self._module = module
+        self._waiting: list[nn.Module] = []
         self._hooks: list[RemovableHandle] = []
         if module is not None:
-            self._modules += [each for each in module.modules() if each._parameters]
             before = module.register_forward_pre_hook(self._before_compiled, prepend=True)
-            self._hooks.append(before)
-        for each in self._modules:
-            self._hooks.append(each.register_forward_pre_hook(_before, prepend=True))
+            owners = (each for each in module.modules() if each._parameters)
+            hooks = (each.register_forward_pre_hook(_before, prepend=True) for each in owners)
+            self._hooks += [before, *hooks]
         # By the identity of the parameter: its table and its place there.
         self._places: dict[int, tuple[TrainedTable, int]] = {}
 
@@ -93,7 +93,11 @@ class AwaitedParameters:
             if table.has_awaited:
                 places = enumerate(table.layout.placed)
                 self._places |= {id(entry.tensor): (table, at) for at, entry in places}
-        for module in self._modules if self._places else ():
+        if self._module is None or not self._places:
+            return
+        # Some may have come since the last step.
+        self._waiting = [each for each in self._module.modules() if each._parameters]
+        for module in self._waiting:
             # As an attribute it would be looked at by torch, which takes microseconds.
             vars(module)["_parameters"] = _Awaited(module._parameters, self.wait_for)
 
@@ -115,7 +119,7 @@ class AwaitedParameters:
 
     def _end(self) -> None:
         self._places = {}
-        for module in self._modules:
+        for module in self._waiting:
             awaited = module._parameters
             if isinstance(awaited, _Awaited):
                 awaited.plain.clear()
