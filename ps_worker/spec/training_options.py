@@ -34,6 +34,7 @@ class OptimizerOptions(TypedDict, total=False):
     recompute: int
     push_codec: str | None
     pull_codec: str | None
+    overlap_pull: bool
     aggregate_within: str | None
 
 
@@ -55,6 +56,7 @@ class TrainingOptions:
     recompute: int = 3
     push_codec: str | None = None
     pull_codec: str | None = None
+    overlap_pull: bool = False
     aggregate_within: str | None = None
 
     def __post_init__(self) -> None:
@@ -100,6 +102,11 @@ class TrainingOptions:
             raise InvalidConfig(
                 f"{given} in 'eager' mode, where gradients leave before workers have reduced them; "
                 "expected mode='sealed' (the default)"
+            )
+        if self.overlap_pull:
+            raise InvalidConfig(
+                f"{given} with overlap_pull, where no worker waits for what it would give the "
+                "others; expected one of both"
             )
 
     @classmethod
