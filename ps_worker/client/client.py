@@ -98,6 +98,9 @@ class Client:
         self.engine = self.connection.engine
         self.tables = ClientTables(self.connection)
         self.pulls = Pulls(self.connection, self.tables)
+        self.before_leaving: list[Callable[[], Callable[[], object] | None]] = []
+        """References to what is called when the client leaves, while it is in the cluster."""
+
         self.checkpoints = ClientCheckpoints(self.connection, self.tables)
         self.collectives = CollectiveCalls(self.connection, self.checkpoints.save_points)
         OPEN.add(self)
@@ -668,6 +671,9 @@ class Client:
         if self.connection.is_over:
             return
         self.connection.check_thread()
+        for reference in self.before_leaving:
+            if (call := reference()) is not None:
+                call()
         if not self.is_reader:
             self.checkpoints.leave()
         has_left = False

@@ -77,6 +77,9 @@ from ps_worker.transport.metrics import MEASURES
 from ps_worker.transport.pulls import Moment, PullOrder, new_cut
 
 _LOOK_S = 0.5
+_PIECES_IN_FLIGHT = 2
+"""While one piece is copied, the next is on its way."""
+
 _NAMED_TABLE_COUNT = 8
 
 
@@ -562,6 +565,29 @@ class Pulls:
         if at is not None:
             order = replace(order, clock=at.clock, cut=at.cut, is_reader=False)
         return PullTicket(table.table, self._connection.loop.start(self._engine.pull(order)))
+
+    def start_pieces(
+        self, table: TableHandle, raw: Raw, pieces: Sequence[Region]
+    ) -> list[PullTicket[Pulled]]:
+        """As `start`, piece by piece, in this order; a ticket for each. `raw` is the whole table's
+        memory.
+        """
+        width = element_bytes(table.dtype)
+        futures: list[Future[Pulled]] = []
+        for number, piece in enumerate(pieces):
+            memory = raw[piece.begin * width : piece.end * width]
+            order = self._order(table, memory, piece, None)
+            before = futures[number - _PIECES_IN_FLIGHT] if number >= _PIECES_IN_FLIGHT else None
+            futures.append(self._connection.loop.start(self._pull_after(before, order)))
+        return [PullTicket(table.table, future) for future in futures]
+
+    async def _pull_after(self, before: Future[Pulled] | None, order: PullOrder) -> Pulled:
+        """Pull when the one `before` has ended, well or not."""
+        if before is not None:
+            ended = asyncio.wrap_future(before)
+            await asyncio.wait([ended])
+            ended.exception()  # whoever waits for it is told
+        return await self._engine.pull(order)
 
     def start_state(self, table: TableHandle, raw: Raw, array: str) -> PullTicket[Pulled]:
         """As `start`, of optimizer state (`OptimizerSpec.has_array`), in the arithmetic's dtype."""

@@ -93,7 +93,9 @@ def named_groups(
     """
     if isinstance(parameters, nn.Module):
         own = parameters.named_parameters()
-        return named_groups(own, module or parameters, may_be_empty=may_be_empty)
+        # Its truth would be its length, which a compiled module may not have.
+        module = parameters if module is None else module
+        return named_groups(own, module, may_be_empty=may_be_empty)
     if isinstance(parameters, torch.Tensor):
         raise InvalidConfig("expected an iterable of parameters; got one tensor")
     entries: list[Any] = list(parameters)

@@ -67,6 +67,7 @@ from ps_worker.training.optimizer_state import (
     numbered,
 )
 from ps_worker.training.served_state import pulled_arrays, torch_state
+from ps_worker.training.tables.awaited_parameters import AwaitedParameters
 from ps_worker.training.tables.step_scale import StepScale, amp_scale_of, check_unscaled
 from ps_worker.training.tables.trained_table import TrainedTable
 from ps_worker.training.trained_model import TrainedModel
@@ -76,6 +77,9 @@ _Base = torch.optim.Optimizer
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _SHOWN_TENSOR_COUNT = 5
+_WITH_INNER = (Aggregate, Add, Outer)
+"""Optimizers that run at the workers, too."""
+
 _names_in_use: weakref.WeakKeyDictionary[Client, set[str]] = weakref.WeakKeyDictionary()
 
 
@@ -145,6 +149,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             pushes the result and gives the others what it pulls. "host": those of one machine. BSP
             only, with the servers' optimizers and without Embeddings. All workers give a name, or
             none. `docs/guides/COMPRESSION.md` says when it pays.
+        overlap_pull (bool, False): `step` does not wait for the new parameters, which come while
+            the next forward pass runs: each is waited for when it is read as an attribute of its
+            module, or by `parameters()` or `state_dict()` of the module. A tensor that the script
+            has kept itself has its new value after `wait()`. Needs a module, and the servers'
+            optimizers. With backup workers, and in CUDA graphs, `step` waits as usual; in
+            compiled models the forward waits for all.
 
     Attributes:
         results: the results of the last step, one a table: blocks that were too stale
@@ -216,6 +226,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 + ", which each worker pushes for itself; expected one of the servers' optimizers "
                 "and no Embeddings"
             )
+        if checked.overlap_pull and (self._module is None or isinstance(optimizer, _WITH_INNER)):
+            raise InvalidConfig(
+                "overlap_pull needs a module, whose parameters the servers update; got "
+                + ("none" if self._module is None else f"{type(optimizer).__name__}")
+            )
         groups = named_groups(parameters, self._module, may_be_empty=has_rows)
         _check_reduces_alone(groups, self._client.world_size)
         if self._model.moves and checked.is_eager:
@@ -223,7 +238,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"mode is 'eager' with {type(optimizer).__name__}, which pushes what a whole step "
                 "did; expected 'sealed'"
             )
-        if isinstance(optimizer, Aggregate | Add | Outer):
+        self._check_awaited(groups)
+        if isinstance(optimizer, _WITH_INNER):
             inner = self._model.inner = inner_optimizer(optimizer, groups)
             super().__init__(inner.param_groups, dict(inner.defaults))
             self._share(inner)
@@ -235,6 +251,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for rows in self._rows:
             rows.on_gradient = partial(_row_gradient_came, weakref.ref(self))
         self._is_made = True
+        if checked.overlap_pull:
+            self._model.awaited = AwaitedParameters(self._module)
+            client.before_leaving.append(weakref.WeakMethod(self._model.awaited.wait))
         client.checkpoints.save_points.add_model(self._model.awake_handles)
         self._own_state = OptimizerState(self, self._model.aggregates)
         client.attach_state(f"optimizer/{checked.name}", self._own_state)
@@ -359,7 +378,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             WaitExpired: it has not.
         """
         if self._is_made:
-            self._model.end_step()
+            self._model.end_step(awaits_values=False)
             self._client.checkpoints.save_points.reach(is_explicit=False)
             self._zeroed_at = self._client.engine.steps.mark
         _plain(_Base.zero_grad)(self, set_to_none)
@@ -386,6 +405,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         position = sum(len(group["params"]) for group in self.param_groups)
         group = named_group(param_group, self._module, position)
+        self._check_awaited([group])
         if self._model.inner is not None:
             self._model.inner.add_param_group(group)
         else:
@@ -540,8 +560,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._model.synchronize(self.param_groups, timeout_s)
 
+    def wait(self) -> None:
+        """With `overlap_pull`: wait for the parameters of the last step.
+
+        Blocking: until they are here.
+
+        Raises:
+            PushpullError: as `Client.wait`; the next call goes on.
+        """
+        self._model.awaited.wait()
+
     def close(self) -> None:
-        """Remove the hooks of the parameters; the tables stay. Idempotent."""
+        """Remove the hooks of the parameters; the tables stay. Idempotent.
+
+        Blocking: as `wait`.
+        """
+        self._model.awaited.close()
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
@@ -570,6 +604,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except BaseException:
             names.discard(name)
             raise
+
+    def _check_awaited(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Refuse parameters that would be read without being awaited."""
+        if not self._model.options.overlap_pull or self._module is None:
+            return
+        known = {id(parameter) for parameter in self._module.parameters()}
+        for group in groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                if id(parameter) not in known:
+                    raise InvalidConfig(
+                        f"parameter '{name}' is not in the module; with overlap_pull all have to "
+                        "be, because reads of the module's parameters wait for them"
+                    )
 
     def _tables_of_group(self, number: int) -> list[TrainedTable]:
         group = self.param_groups[number]

@@ -37,7 +37,12 @@ from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.inner_steps import InnerSteps
 from ps_worker.steps.steps import Pulled, PushTicket, StepResult, TableHandle
 from ps_worker.training.among_workers.worker_group import WorkerGroup
-from ps_worker.training.clipping import UpdateScaling, multiply_gradients, norm_and_factor
+from ps_worker.training.clipping import (
+    UpdateScaling,
+    multiply_gradients,
+    norm_and_factor,
+    scaled_updates,
+)
 from ps_worker.training.common_model import CommonModel
 from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.joining import ModelJoin, clocks_to_pass
@@ -57,6 +62,7 @@ from ps_worker.training.planned_edits import (
 )
 from ps_worker.training.served_state import LoadedState, State, arrays_of, is_same, pulled_arrays
 from ps_worker.training.step_times import StepTimes
+from ps_worker.training.tables.awaited_parameters import AwaitedParameters
 from ps_worker.training.tables.gradient_marks import GradientMarks
 from ps_worker.training.tables.step_scale import StepScale
 from ps_worker.training.tables.trained_table import TrainedTable
@@ -103,6 +109,7 @@ class TrainedModel:
         adds: the worker pushes its local optimizer's updates (`Add`).
         outer: the optimizer, if it is `Outer`.
         are_replayed: a CUDA graph, whose replays call no hooks, makes gradients.
+        awaited: the values that the last step did not wait for (`overlap_pull`); the owner sets it.
     """
 
     def __init__(
@@ -122,6 +129,7 @@ class TrainedModel:
         self.outer = optimizer if isinstance(optimizer, Outer) else None
         self.inner_steps = InnerSteps(1 if self.outer is None else self.outer.inner_steps)
         self.are_replayed = False
+        self.awaited = AwaitedParameters(None)
         self._client = client
         self._optimizer = optimizer
         self._sealed: _SealedStep | None = None
@@ -247,9 +255,9 @@ class TrainedModel:
     @property
     def is_repeated(self) -> bool:
         """True if `step` would only end the last step, because no gradient has come since."""
-        sealed = self._sealed
         if self.group.has_begun:
             return True
+        sealed = self._sealed
         if sealed is None or sealed.is_edit:
             return False
         if not sealed.has_gradients and sealed.marks is not None:
@@ -279,13 +287,15 @@ class TrainedModel:
         if self._sealed is not None:
             self._sealed.has_gradients = True
 
-    def end_step(self) -> None:
-        """End the step whose end an earlier call has not seen, if there is one; blocks and raises
-        as `step`, but not again for a gradient that was not finite.
+    def end_step(self, *, awaits_values: bool = True) -> None:
+        """End a step whose end no call has seen; blocks and raises as `step`, but not again for a
+        gradient that was not finite. Then wait for values that are awaited, unless told not to.
         """
         if self.group.has_begun:
             self.results = self._step(self._groups, StepScale())
         self._end_sealed()
+        if awaits_values:
+            self.awaited.wait()
 
     def _end_sealed(self) -> None:
         if self._sealed is not None:
@@ -377,6 +387,7 @@ class TrainedModel:
     ) -> dict[TrainedTable, StepResult]:
         """Take one step; returns its results by table that is awake, none if it was skipped."""
         self._end_sealed()
+        self.awaited.wait()
         self._groups = groups
         self.row_results = []
         self._times.computed(1 + self.clock)
@@ -573,15 +584,21 @@ class TrainedModel:
         skip = scale.skip or bool(problem)
         with self._client.connection.loop.together():
             self._seal_buffers()
-            tickets = {
-                table: table.seal(hyperparameters, scale, skip=skip or not table.takes_part)
-                for table, hyperparameters in awake.items()
-            }
+            tickets = {}
+            # A graph's replay would not wait, and who was left out learns that by its pull.
+            is_awaited = self.awaited.is_on and not (skip or self.are_replayed)
+            is_awaited &= not any(setting.backup_workers for setting in self._settings())
+            for table, hyperparameters in awake.items():
+                is_skipped = skip or not table.takes_part
+                tickets[table] = table.seal(
+                    hyperparameters, scale, skip=is_skipped, is_awaited=is_awaited
+                )
             row_steps = []
             if not is_round:
                 row_steps = [(rows, rows.seal(scale, skip=skip)) for rows in self.rows]
         self.inner_steps.taken, self.inner_steps.has_kept = 0, False
-        scaling = None if skip else self._scale_updates(scale, [*tickets.items(), *row_steps])
+        max_norm = None if skip or scale.clip_scale is None else self.options.clip_norm
+        scaling = scaled_updates([*tickets.items(), *row_steps], max_norm)
         if is_round:
             self._round_count += 1
             for table in self.tables:
@@ -643,6 +660,7 @@ class TrainedModel:
             raise
         with uninterrupted():
             self._sealed = None
+            self.awaited.begin(sealed.tickets)
             self._leave_out(sealed.tickets)
             if sealed.is_edit:
                 self._ended_edit(sealed)
@@ -755,30 +773,15 @@ class TrainedModel:
         for rows in self.rows:
             rows.multiply(factor)
 
-    def _scale_updates(
-        self, scale: StepScale, steps: Sequence[tuple[TrainedTable | TrainedRows, PushTicket]]
-    ) -> UpdateScaling | None:
-        """BSP: scale the updates, which wait for their norm, as soon as it is known."""
-        max_norm = self.options.clip_norm
-        if scale.clip_scale is None or max_norm is None or not steps:
-            return None
-        scaling = UpdateScaling([(part.handle, ticket) for part, ticket in steps], max_norm)
-        for (part, _), ticket in zip(steps, scaling.tickets, strict=True):
-            part.pending.add(ticket)
-        return scaling
-
     def non_finite_rows(self) -> str:
         """Words for a gradient of rows with an infinity or a NaN; empty without one."""
         return next((words for rows in self.rows if (words := rows.non_finite())), "")
 
     def _not_finite_words(self, norm: float) -> str:
-        for table in self.tables:
-            if words := table.non_finite_gradient():
-                return words
-        if words := self.non_finite_rows():
-            return words
+        found = filter(None, (table.non_finite_gradient() for table in self.tables))
         step = f"step {1 + self.clock} of '{self.options.name}'"
-        return f"the norm of the gradients is {norm} at {step}"
+        words = next(found, "") or self.non_finite_rows()
+        return words or f"the norm of the gradients is {norm} at {step}"
 
 
 def _finished(table: TrainedTable, sealed: _SealedStep) -> Pulled | None:

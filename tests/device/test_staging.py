@@ -59,7 +59,7 @@ def test_what_was_not_overwritten_stays_an_edit(device: torch.device) -> None:
     """The script had changed it while a wait for the new values was given up."""
     written = Written(ones(device, 2000), ones(device, 10))
     written.parameters[0].data[3] = 2.0
-    written.values.written(but=[0])
+    written.values.wrote_all(but=[0])
     assert written.edited() == [0]
 
 

@@ -104,6 +104,12 @@ class CutWire:
         with self._lock:
             self._left_bytes = byte_count
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Pass nothing on meanwhile, but for what is being passed on."""
+        with self._lock:
+            yield
+
     def go_on(self) -> None:
         """Cut no more."""
         with self._lock:

@@ -25,7 +25,12 @@ def test_fewer_bytes_take_less_time_over_a_link(tmp_path: Path) -> None:
         assert "this user is not root; run the benchmark as root" in " ".join(run.stderr.split())
         return
     assert run.returncode == 0, run.stderr
-    rows = json.loads((tmp_path / "link.json").read_text())["rows"]
+    document = json.loads((tmp_path / "link.json").read_text())
+    waiting, overlapping = document["compared"]
+    assert (waiting["overlap_pull"], overlapping["overlap_pull"]) == (False, True)
+    assert waiting["step_s"] > waiting["compute_s"] > 0
+    assert overlapping["step_over_waiting"] > 1.02
+    rows = document["rows"]
     assert [row["codec"] for row in rows] == ["none", "bf16", "fp16", "int8", "sign", "topk"]
     whole, half, _, quarter, signs, few = rows
     for row, bytes_over, at_least in (

@@ -25,7 +25,7 @@ class Written:
         for view, each in zip(received.views, parameters, strict=True):
             view.copy_(each.detach())
         self.values = WrittenValues(layout, received)
-        self.values.written()
+        self.values.wrote_all()
 
     def edited(self) -> list[int]:
         return self.values.edited()
@@ -109,11 +109,11 @@ def test_autograd_knows_of_most_changes_and_a_mark_forgets_them() -> None:
     assert not written.touched()
     written.parameters[0].data = torch.ones(3)
     assert written.touched(), "it lies elsewhere"
-    written.values.written()
+    written.values.wrote_all()
     assert not written.touched()
 
 
-def test_what_changes_after_a_wait_was_given_up_is_told_once() -> None:
+def test_what_changes_after_a_wait_was_given_up_is_told_until_all_is_written() -> None:
     written = Written(ones(3), ones(3), ones(3))
     assert written.values.changed_since_left() == set()
     written.parameters[0].data.fill_(2.0)
@@ -122,6 +122,8 @@ def test_what_changes_after_a_wait_was_given_up_is_told_once() -> None:
     written.values.left()  # interrupted again: the first time counts
     written.parameters[2].data.fill_(2.0)
     assert written.values.changed_since_left() == {1, 2}
+    assert written.values.changed_since_left([0, 2]) == {2}
+    written.values.wrote_all({1, 2})
     assert written.values.changed_since_left() == set()
 
 

@@ -27,8 +27,9 @@ LAYER_COUNT = 16
 
 
 class EmulatedModel(nn.Module):
-    """Layers that take time and compute nothing. A step takes as long as `begin` was told; the
-    gradients become ready one after the other, the last layer's first, in the last part of it.
+    """Layers that take time and compute nothing. A step takes as long as `begin` was told. Forward
+    reads one layer after the other; the gradients become ready one after the other, the last
+    layer's first, in the last part of it.
     """
 
     def __init__(self, element_count: int, backward_share: float) -> None:
@@ -46,10 +47,10 @@ class EmulatedModel(nn.Module):
         self._began_s, self._compute_s = time.perf_counter(), compute_s
 
     def forward(self) -> Tensor:
-        self._wait_until(self._forward_share)
         passed = torch.zeros(())
-        for layer in self.layers:
-            passed = passed + layer[0]  # so backward takes one layer after the other
+        for number in range(LAYER_COUNT):
+            passed = passed + self.layers[number][0]  # so backward takes one after the other
+            self._wait_until(self._forward_share * (number + 1) / LAYER_COUNT)
         return passed
 
     def _wait_until(self, share: float, _: Tensor | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Rounds of one table over a link of a given rate, in each codec."""
+"""Rounds of one table over a link of a given rate, in each codec, and steps of a model over it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from ps_cli.bench.contenders.child import Child, started
+from ps_cli.bench.contenders.link import OVERLAPS, WAITS
 from ps_cli.bench.contenders.worker import pull_codec_of
 from ps_cli.bench.instruments.sampling import figures_table, rounded, take_turns
 from ps_cli.bench.instruments.shaped_link import shaped_link
@@ -30,10 +31,16 @@ def link(settings: BenchSettings) -> dict[str, Any]:
         shaped_link(settings.rate_mbit) as (servers, workers),
         started(("link:cluster", servers.address), namespace=servers.namespace) as (cluster,),
     ):
-        given = (cluster.do("address").result, workers.device, str(byte_count), *CODECS)
+        address, link_s = cluster.do("address").result, link_round_s(byte_count, settings)
+        given = (address, workers.device, str(byte_count), str(link_s), *CODECS)
         with started(("link:worker", *given), namespace=workers.namespace) as (worker,):
             samples = take_turns(
                 {codec: partial(_moved, worker, codec) for codec in CODECS},
+                settings.round_count,
+                settings.on_progress,
+            )
+            trained = take_turns(
+                {name: partial(_trained_s, worker, name) for name in (WAITS, OVERLAPS)},
                 settings.round_count,
                 settings.on_progress,
             )
@@ -41,13 +48,14 @@ def link(settings: BenchSettings) -> dict[str, Any]:
         codec: [statistics.median(column) for column in zip(*found, strict=True)]
         for codec, found in samples.items()
     }
+    steps_s = {name: statistics.median(found) for name, found in trained.items()}
     return {
         "environment": {
             "table_bytes": byte_count,
             "rate_mbit": settings.rate_mbit,
             "round_count": settings.round_count,
         },
-        "ceilings": {"link_round_s": rounded(2 * byte_count * 8 / 1e6 / settings.rate_mbit)},
+        "ceilings": {"link_round_s": rounded(link_s)},
         "rows": [
             {
                 "codec": codec,
@@ -60,7 +68,25 @@ def link(settings: BenchSettings) -> dict[str, Any]:
             }
             for codec, (taken_s, sent, received) in medians.items()
         ],
+        "compared": [
+            {
+                "overlap_pull": name == OVERLAPS,
+                "compute_s": rounded(link_s),
+                "step_s": rounded(step_s),
+                "step_over_waiting": rounded(steps_s[WAITS] / step_s),
+            }
+            for name, step_s in steps_s.items()
+        ],
     }
+
+
+def link_round_s(byte_count: int, settings: BenchSettings) -> float:
+    """The time of so many bytes on the link, both ways, one after the other."""
+    return 2 * byte_count * 8 / 1e6 / settings.rate_mbit
+
+
+def _trained_s(worker: Child, name: str) -> float:
+    return float(worker.do(name).result)
 
 
 def _moved(worker: Child, codec: str) -> tuple[float, int, int]:
@@ -74,7 +100,11 @@ def link_view(document: dict[str, Any]) -> RenderableType:
         f"link: a round over {environment['rate_mbit']} Mbit/s",
         *("seconds", "over none", "bytes", "bytes over none"),
         caption=f"the link alone, float32 both ways, one after the other: "
-        f"{document['ceilings']['link_round_s']:.3f} s",
+        f"{document['ceilings']['link_round_s']:.3f} s. A step whose computation takes as long: "
+        + " and ".join(
+            f"{each['step_s']:.3f} s{' with overlap_pull' * each['overlap_pull']}"
+            for each in document["compared"]
+        ),
     )
     for row in document["rows"]:
         byte_count = row["pushed_bytes"] + row["pulled_bytes"]

@@ -11,7 +11,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -55,32 +55,47 @@ class WrittenValues:
             sums.take(list(enumerate(tensors)))
             self._left = sums, shapes
 
-    def changed_since_left(self) -> set[int]:
-        """The parameters that were changed since the first `left` after they were written; empty in
-        a second call. Reads every parameter, if a wait was given up.
+    def changed_since_left(self, indexes: Iterable[int] | None = None) -> set[int]:
+        """Those of the parameters `indexes`, or of all, that were changed since the first `left`
+        after they were written. Reads them, if a wait was given up.
         """
         if self._left is None:
             return set()
-        (before, shapes), self._left = self._left, None
+        before, shapes = self._left
         changed: set[int] = set()
         others: list[tuple[int, torch.Tensor]] = []
-        for index, (entry, shape) in enumerate(zip(self._layout.placed, shapes, strict=True)):
-            if entry.tensor.shape != shape:
+        for index in range(len(shapes)) if indexes is None else indexes:
+            tensor = self._layout.placed[index].tensor
+            if tensor.shape != shapes[index]:
                 changed.add(index)
             else:  # one that has only moved is as it was
-                others.append((index, entry.tensor.detach().to(before.device_of(index))))
+                others.append((index, tensor.detach().to(before.device_of(index))))
         now = ColumnSums(map(torch.Size.numel, shapes))
         return changed | true_numbers(now.differing(before, others))
 
-    def written(self, but: Collection[int] = ()) -> None:
-        """The parameters, except `but`, have the received values. Queues sums on the devices."""
-        self.is_known = True
-        self.mark()
-        placed = enumerate(self._layout.placed)
-        far = [(i, e.tensor.detach()) for i, e in placed if not (e.tensor.is_cpu or i in but)]
-        self._summed = {index for index, _ in far}
-        self._views.keep(self._summed)
+    def begin(self) -> None:
+        """A pull begins: the received values change."""
+        self.is_known = False
+        self._summed = set()
+
+    def wrote(self, indexes: Iterable[int]) -> None:
+        """These parameters have the received values. Queues sums on the devices."""
+        tensors = [(index, self._layout.placed[index].tensor.detach()) for index in indexes]
+        far = [(index, tensor) for index, tensor in tensors if not tensor.is_cpu]
+        self._summed.update(index for index, _ in far)
         self._sums.take(far, self._views)
+
+    def wrote_all(self, but: Collection[int] = ()) -> None:
+        """The parameters, except `but`, have the received values."""
+        self.wrote(index for index in range(len(self._layout.placed)) if index not in but)
+        self.end()
+
+    def end(self) -> None:
+        """All parameters have the received values, but for those that the script has changed."""
+        self.is_known = True
+        self._left = None
+        self._views.keep(self._summed)
+        self.mark()
 
     def mark(self) -> None:
         """Note the versions and addresses of the parameters, which are as they were written."""

@@ -29,6 +29,7 @@ from ps_worker.spec.optimizers import Add, Outer, ServerOptimizer
 from ps_worker.spec.settings import FromRank0
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.spec.values import BlockValues
+from ps_worker.training.tables.awaited_values import AwaitedValues
 from ps_worker.training.tables.device_copies import Arrival, from_host
 from ps_worker.training.tables.edits import WrittenValues
 from ps_worker.training.tables.inspection import is_finite, non_finite, true_numbers
@@ -94,6 +95,7 @@ class TrainedTable:
         self._was_skipped = False
         self._received = FlatBuffer(layout, is_pinned=not layout.is_frozen)
         self._written = WrittenValues(layout, self._received)
+        self._awaited = AwaitedValues(client, self.handle, layout, self._received, self._written)
         self._edit: FlatBuffer | None = None
         self._look_count = 0
         self._arrivals: list[Arrival] = []
@@ -152,7 +154,7 @@ class TrainedTable:
         step = self._client.tables.begin_assign(self.handle)
         step.push_blocks(blocks_in(self.handle.table, self._received.values))
         self.pending.add(step.seal())
-        self._written.written()
+        self._written.wrote_all()
         for block in range(self.handle.table.block_count):  # as if it had pulled them
             self.handle.steps.peer_versions[block] = 0
 
@@ -231,6 +233,7 @@ class TrainedTable:
         read only if autograd knows of a change, and in one step of `_LOOK_EVERY`, because reading a
         large frozen model would cost as much as a pass through it.
         """
+        self.await_values(len(self.layout.placed) - 1)
         if not self._written.is_known:
             return []
         if self.is_asleep:
@@ -378,8 +381,17 @@ class TrainedTable:
         step = f"step {self.handle.clock + 1} of table '{self.name}'"
         return f"the {what} of '{name}' has an infinity or a NaN at {step}"
 
-    def seal(self, hyperparameters: Hyperparameters, scale: StepScale, *, skip: bool) -> PushTicket:
-        """Seal the step, and begin to pull its result; `finish` waits."""
+    def seal(
+        self,
+        hyperparameters: Hyperparameters,
+        scale: StepScale,
+        *,
+        skip: bool,
+        is_awaited: bool = False,
+    ) -> PushTicket:
+        """Seal the step, and begin to pull its result; `finish` waits for both, or, if the values
+        are awaited when they are read, for the step and the first of them.
+        """
         with self._lock:
             step = self._client.tables.begin_step(self.handle)
             ticket = step.seal(
@@ -391,7 +403,11 @@ class TrainedTable:
             self.pending.add(ticket)
             self._is_ended = True
             self._was_skipped = skip
-        self._begin_result()
+        if is_awaited:
+            self._prepare_pull()
+            self.pending.add(self._awaited.begin())
+        else:
+            self._begin_result()
         return ticket
 
     def _begin_result(self) -> None:
@@ -411,12 +427,25 @@ class TrainedTable:
         for arrival in self._arrivals:  # of copies that read the last pull's values
             arrival.synchronize()
         self._arrivals.clear()
-        self._written.is_known = False
+        self._written.begin()
 
     @property
     def pulled_bytes(self) -> torch.Tensor:
         """The memory of the values that were pulled last."""
         return self._received.values.view(torch.uint8)
+
+    @property
+    def has_awaited(self) -> bool:
+        """True if parameters have not got the values of the last step."""
+        return bool(self._awaited)
+
+    def await_values(self, index: int) -> None:
+        """Wait for the values that the last step did not wait for, up to those of a parameter (its
+        place in the layout), and write them. Any thread.
+        """
+        if self._awaited:
+            with self._lock:
+                self._arrivals += self._awaited.write(index)
 
     def wait_pending(self) -> None:
         """Wait for a step that an earlier call did not see the end of."""
@@ -452,14 +481,17 @@ class TrainedTable:
     def write_parameters(self, but: Collection[int] = ()) -> None:
         """Write the pulled values into the parameters, except `but` (places in the layout) and
         those that the script has changed since a wait was given up: they are edits of the next
-        step.
+        step. Values that are awaited are written when they are read.
         """
+        if self._awaited:
+            self._written.left()
+            return
         but = {*but, *self._written.changed_since_left()}
         pairs = zip(self.layout.placed, self._received.views, strict=True)
         moves = [(entry.tensor, view) for i, (entry, view) in enumerate(pairs) if i not in but]
         with torch.no_grad():
             self._arrivals = from_host(moves)
-        self._written.written(but)
+        self._written.wrote_all(but)
 
     def move_again(self, result: StepResult) -> bool:
         """OUTER: keep how far inner steps moved the parameters in blocks that the servers did not
