@@ -254,7 +254,7 @@ class TrainedModel:
 
     @property
     def is_repeated(self) -> bool:
-        """True if `step` would only end the last step, because no gradient has come since."""
+        """True if `step` would only end a step: no gradient has come, or the group has begun one."""
         if self.group.has_begun:
             return True
         sealed = self._sealed
@@ -639,7 +639,7 @@ class TrainedModel:
     def _end(self, sealed: _SealedStep) -> dict[TrainedTable, StepResult]:
         """Wait for the end of a step, and take over its result; returns as `_step`."""
         try:
-            with self.group.sharing([*sealed.tickets]):
+            with self.group.sharing([*sealed.tickets], sealed):
                 for table in sealed.tickets:
                     pulled = _finished(table, sealed)
                     if pulled is not None:

@@ -15,7 +15,7 @@ from tests.integration.hybrid_jobs import refused
 from tests.integration.training_jobs import EXACT, Values, normed
 from tests.integration.training_models import Branched, batches, seeded, values
 
-MOST_STEPS = 8
+STEPS, MOST_STEPS = 4, 8
 _kept: dict[str, Trainer] = {}
 
 
@@ -206,7 +206,20 @@ def unfreeze(client: ps.Client, name: str, groups: Sequence[str]) -> Values:
     trainer.optimizer.zero_grad()
     late(trainer.model(trainer.inputs[4])).square().mean().backward()
     trainer.optimizer.step()
+    trainer.optimizer.synchronize()
     return {**trainer.values, **values(late)}
+
+
+def share_again(client: ps.Client, name: str, groups: Sequence[str]) -> Values:
+    """Leaders wait for the end of a step again, as if a wait for its buffers had expired."""
+    trainer = Trainer(client, name, groups)
+    trainer.train(range(1))
+    model, step = trainer.optimizer.trained_model, object()
+    for _ in range(2 if model.group.is_leader else 1):
+        with model.group.sharing(model.tables, step):
+            pass
+    trainer.train(range(1, STEPS))
+    return trainer.values
 
 
 def disagree(client: ps.Client, name: str, groups: Sequence[str]) -> None:

@@ -43,6 +43,12 @@ def workers(
     return ordered_workers(cluster, run, make, len(GROUPS), deadline_s)
 
 
+def join(cluster: LaneCluster) -> None:
+    with ps.connect(cluster.address, run="failed", rank=1) as client:
+        model, sgd = nn.Linear(2, 2), ps.SGD(lr=0.1)
+        ps.DistributedOptimizer(client, model, sgd, name="model", aggregate_within="b")
+
+
 def test_a_member_whose_script_fails_is_named_at_all_others(cluster: LaneCluster) -> None:
     """Those of its group hear of it in the step that they have begun, others in the next."""
     with workers(cluster, "failed") as (first, victim, member, second):
@@ -61,12 +67,8 @@ def test_a_member_whose_script_fails_is_named_at_all_others(cluster: LaneCluster
             kind, said = worker.hear()
             assert kind == "WorkerLost"
             assert "worker 1 was declared gone: its process has ended" in said
-        with (
-            pytest.raises(JoinRefused, match="worker 1 joins others that train"),
-            ps.connect(cluster.address, run="failed", rank=1) as client,
-        ):
-            model, sgd = nn.Linear(2, 2), ps.SGD(lr=0.1)
-            ps.DistributedOptimizer(client, model, sgd, name="model", aggregate_within="b")
+        with pytest.raises(JoinRefused, match="worker 1 joins others that train"):
+            join(cluster)
 
 
 @pytest.mark.thorough

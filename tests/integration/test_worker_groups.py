@@ -17,7 +17,7 @@ from tests.integration.worker_pool import Pool, WorkerFailed, Workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-WORKERS, STEPS = 4, 4
+WORKERS, STEPS = 4, jobs.STEPS
 IMPORTED = "tests.integration.group_jobs", "torch._dynamo"
 
 NONE: tuple[str, ...] = ()
@@ -204,6 +204,11 @@ def test_loaded_state_is_taken_by_all(workers: Workers) -> None:
         jobs.train, name="straight", groups=PAIRS, steps=3, optimizer=ps.Adam(lr=0.01)
     )
     assert_bits(found, [run.history[-1] for run in straight])
+
+
+def test_a_pull_is_shared_once(workers: Workers) -> None:
+    found = workers.run(jobs.share_again, name="again", groups=PAIRS)
+    assert_bits(found, [in_one_process(PAIRS)[-1]] * WORKERS)
 
 
 def test_members_that_disagree_with_the_servers_are_told_why(pool: Pool) -> None:

@@ -78,7 +78,8 @@ class WorkerGroup:
         self._reduction: GradientReduction | None = None
         self._begun: _BegunStep | None = None
         self._flag = torch.zeros(1, dtype=torch.uint8)  # 1: the leader has pulled the values
-        self._works: list[Any] | None = None  # what has not ended of a broadcast; None: not begun
+        self._shared: object = None  # the step whose values are broadcast, or were last
+        self._works: list[Any] | None = None  # what has not ended of that; None: not begun
 
     @property
     def is_alone(self) -> bool:
@@ -150,9 +151,10 @@ class WorkerGroup:
         return StepScale(float(len(self._ranks)))
 
     @contextlib.contextmanager
-    def sharing(self, tables: _Tables) -> Iterator[None]:
-        """Around the wait for a clock's end: after it, every member has the values that the leader
-        has pulled of `tables`.
+    def sharing(self, tables: _Tables, step: object) -> Iterator[None]:
+        """Around the wait for the end of a step, or of an edit: after it, every member has the
+        values that the leader has pulled of `tables`. Once for each `step`, however often its end
+        is waited for.
 
         Blocking: until the leader's pull has ended.
 
@@ -160,24 +162,30 @@ class WorkerGroup:
             WorkerLost: a member has ended.
             WaitExpired: the leader is late; the next call waits on.
         """
-        if not (self.is_alone or self.is_leader):
+        if self.is_alone:
+            yield
+            return
+        if self._shared is not step:
+            self._works = None
+            self._shared = step
+        if not self.is_leader:
             self._broadcast(tables)
-            if not self._flag:
-                self._flag.fill_(1)
-                for table in tables:
-                    table.begin_pull()
+            with uninterrupted():
+                if not self._flag:
+                    self._flag.fill_(1)
+                    for table in tables:
+                        table.begin_pull()
         try:
             yield
-        except PushpullError as error:
-            if not isinstance(error, WaitExpired):
-                if self.is_leader and not self.is_alone:
-                    with contextlib.suppress(PushpullError):  # the script hears of its own
-                        self._broadcast(tables, is_pulled=False)
-                self._works = None
+        except WaitExpired:
             raise
-        if self.is_leader and not self.is_alone:
+        except PushpullError:
+            if self.is_leader:
+                with contextlib.suppress(PushpullError):  # the script hears of its own
+                    self._broadcast(tables, is_pulled=False)
+            raise
+        if self.is_leader:
             self._broadcast(tables)
-        self._works = None
 
     def _broadcast(self, tables: _Tables, *, is_pulled: bool = True) -> None:
         """Give the leader's values to all; ends a broadcast that was begun."""
