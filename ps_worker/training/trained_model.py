@@ -254,7 +254,7 @@ class TrainedModel:
 
     @property
     def is_repeated(self) -> bool:
-        """True if `step` would only end a step: no gradient has come, or the group has begun one."""
+        """True if `step` would only end a step that was begun: no gradient has come since."""
         if self.group.has_begun:
             return True
         sealed = self._sealed

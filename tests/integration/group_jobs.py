@@ -245,6 +245,7 @@ def refuse(client: ps.Client) -> list[str]:
         lambda: make(plain, sgd, consistency="ssp:2"),
         lambda: make(plain, sgd, consistency=ps.BSP(backup_workers=1)),
         lambda: make(plain, sgd, mode="eager"),
+        lambda: make(plain, sgd, overlap_pull=True),
         lambda: make(plain, ps.Add(torch.optim.SGD)),
         lambda: make(rows, sgd),
         lambda: make(plain, sgd, aggregate_within=""),
