@@ -34,8 +34,8 @@ class OptimizerOptions(TypedDict, total=False):
     recompute: int
     push_codec: str | None
     pull_codec: str | None
-    overlap_pull: bool
     aggregate_within: str | None
+    overlap_pull: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,8 @@ class TrainingOptions:
     recompute: int = 3
     push_codec: str | None = None
     pull_codec: str | None = None
-    overlap_pull: bool = False
     aggregate_within: str | None = None
+    overlap_pull: bool = False
 
     def __post_init__(self) -> None:
         require_one_of("mode", self.mode, ("sealed", "eager"))
@@ -97,6 +97,11 @@ class TrainingOptions:
             raise InvalidConfig(
                 f"{given} under {self.consistency}, where workers are not at one step; expected "
                 "BSP without backup workers"
+            )
+        if self.overlap_pull:
+            raise InvalidConfig(
+                f"{given} with overlap_pull, but the group gets its values together; expected one "
+                "of the two"
             )
         if self.is_eager:
             raise InvalidConfig(

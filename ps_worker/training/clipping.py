@@ -28,6 +28,8 @@ from ps_worker.steps.steps import PushTicket, StepResult
 
 if TYPE_CHECKING:
     from ps_worker.steps.steps import TableHandle
+    from ps_worker.training.tables.trained_table import TrainedTable
+    from ps_worker.training.trained_rows import TrainedRows
 
 _HALF = (torch.float16, torch.bfloat16)
 """Squared in float32, where squares do not overflow; a copy in float32 would be twice as large."""
@@ -113,6 +115,20 @@ class UpdateScaling:
             factor = min(self._max_norm / (self.norm + _EPSILON), 1.0)  # NaN for NaN
             scaled = handle.steps.scale(result.clock, factor)
             scaled.future.add_done_callback(partial(_pass_on, own.future))
+
+
+def scaled_updates(
+    steps: Sequence[tuple[TrainedTable | TrainedRows, PushTicket]], max_norm: float | None
+) -> UpdateScaling | None:
+    """Scale the updates of these steps, which wait for their norm, as soon as it is known; the
+    tables wait for that with them.
+    """
+    if not steps or max_norm is None:
+        return None
+    scaling = UpdateScaling([(part.handle, ticket) for part, ticket in steps], max_norm)
+    for (part, _), ticket in zip(steps, scaling.tickets, strict=True):
+        part.pending.add(ticket)
+    return scaling
 
 
 def _norm_of(squares: Sequence[float]) -> float:

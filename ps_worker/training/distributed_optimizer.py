@@ -144,17 +144,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             next gradients and into checkpoints. `docs/guides/COMPRESSION.md` compares them.
         pull_codec (str | None, the client's): how parameters travel to this worker: "none", "bf16",
             "fp16", or "int8", which rounds them to the nearest: nothing is fed back.
+        aggregate_within (str | None, None): workers that give the same name here push and pull as
+            one: they reduce their gradients with torch.distributed, and the one of lowest rank
+            pushes the result and gives the others what it pulls. "host": those of one machine. BSP
+            only, with the servers' optimizers and without Embeddings. All workers give a name, or
+            none. `docs/guides/COMPRESSION.md` says when it pays.
         overlap_pull (bool, False): `step` does not wait for the new parameters, which come while
             the next forward pass runs: each is waited for when it is read as an attribute of its
             module, or by `parameters()` or `state_dict()` of the module. A tensor that the script
             has kept itself has its new value after `wait()`. Needs a module, and the servers'
             optimizers. With backup workers, and in CUDA graphs, `step` waits as usual; in
             compiled models the forward waits for all.
-        aggregate_within (str | None, None): workers that give the same name here push and pull as
-            one: they reduce their gradients with torch.distributed, and the one of lowest rank
-            pushes the result and gives the others what it pulls. "host": those of one machine. BSP
-            only, with the servers' optimizers and without Embeddings. All workers give a name, or
-            none. `docs/guides/COMPRESSION.md` says when it pays.
 
     Attributes:
         results: the results of the last step, one a table: blocks that were too stale
@@ -217,7 +217,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if checked.buffers == "mean" and self._module is None:
             raise InvalidConfig("buffers is 'mean' without a module; give module=")
         has_rows = self._module is not None and has_embeddings(self._module)
-        if checked.aggregate_within and (has_rows or isinstance(optimizer, _WITH_INNER)):
+        if checked.aggregate_within and (
+            has_rows or isinstance(optimizer, Aggregate | Add | Outer)
+        ):
             raise InvalidConfig(
                 f"aggregate_within is {checked.aggregate_within!r} with "
                 + ("Embeddings" if has_rows else type(optimizer).__name__)

@@ -37,7 +37,12 @@ from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.inner_steps import InnerSteps
 from ps_worker.steps.steps import PushTicket, StepResult, TableHandle
 from ps_worker.training.among_workers.worker_group import WorkerGroup
-from ps_worker.training.clipping import UpdateScaling, multiply_gradients, norm_and_factor
+from ps_worker.training.clipping import (
+    UpdateScaling,
+    multiply_gradients,
+    norm_and_factor,
+    scaled_updates,
+)
 from ps_worker.training.common_model import CommonModel
 from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.joining import ModelJoin, clocks_to_pass
@@ -232,12 +237,10 @@ class TrainedModel:
 
     @property
     def is_repeated(self) -> bool:
-        """True if `step` would only end the last step, because no gradient has come since, or the
-        one that the worker's group has begun.
-        """
-        sealed = self._sealed
+        """True if `step` would only end a step that was begun: no gradient has come since."""
         if self.group.has_begun:
             return True
+        sealed = self._sealed
         if sealed is None or sealed.is_edit:
             return False
         if not sealed.has_gradients and sealed.marks is not None:
@@ -268,21 +271,20 @@ class TrainedModel:
             self._sealed.has_gradients = True
 
     def end_step(self, *, awaits_values: bool = True) -> None:
-        """End the step whose end an earlier call has not seen, if there is one; blocks and raises
-        as `step`, but not again for a gradient that was not finite. Then wait for the values that
-        the last step did not wait for, unless told not to.
+        """End a step whose end no call has seen; blocks and raises as `step`, but not again for a
+        gradient that was not finite. Then wait for values that are awaited, unless told not to.
         """
         if self.group.has_begun:
             self.results = self._step(self._groups, StepScale())
-        self._end_sealed(awaits_values=awaits_values)
+        self._end_sealed()
+        if awaits_values:
+            self.awaited.wait()
 
     def _end_sealed(self, *, awaits_values: bool = True) -> None:
         """As `end_step`, but for a step that the group has begun."""
         if self._sealed is not None:
             self._sealed.problem = ""
             self.results = self._end(self._sealed)
-        if awaits_values:
-            self.awaited.wait()
 
     def push_rows_ahead(self) -> None:
         """Push the gradients of rows, while it is not known yet whether the next `step` skips. Only
@@ -369,6 +371,7 @@ class TrainedModel:
     ) -> dict[TrainedTable, StepResult]:
         """Take one step; returns its results by table that is awake, none if it was skipped."""
         self._end_sealed()
+        self.awaited.wait()
         self._groups = groups
         self.row_results = []
         self._times.computed(1 + self.clock)
@@ -578,7 +581,8 @@ class TrainedModel:
             if not is_round:
                 row_steps = [(rows, rows.seal(scale, skip=skip)) for rows in self.rows]
         self.inner_steps.taken, self.inner_steps.has_kept = 0, False
-        scaling = None if skip else self._scale_updates(scale, [*tickets.items(), *row_steps])
+        max_norm = None if skip or scale.clip_scale is None else self.options.clip_norm
+        scaling = scaled_updates([*tickets.items(), *row_steps], max_norm)
         if is_round:
             self._round_count += 1
             for table in self.tables:
@@ -750,30 +754,15 @@ class TrainedModel:
         for rows in self.rows:
             rows.multiply(factor)
 
-    def _scale_updates(
-        self, scale: StepScale, steps: Sequence[tuple[TrainedTable | TrainedRows, PushTicket]]
-    ) -> UpdateScaling | None:
-        """BSP: scale the updates, which wait for their norm, as soon as it is known."""
-        max_norm = self.options.clip_norm
-        if scale.clip_scale is None or max_norm is None or not steps:
-            return None
-        scaling = UpdateScaling([(part.handle, ticket) for part, ticket in steps], max_norm)
-        for (part, _), ticket in zip(steps, scaling.tickets, strict=True):
-            part.pending.add(ticket)
-        return scaling
-
     def non_finite_rows(self) -> str:
         """Words for a gradient of rows with an infinity or a NaN; empty without one."""
         return next((words for rows in self.rows if (words := rows.non_finite())), "")
 
     def _not_finite_words(self, norm: float) -> str:
-        for table in self.tables:
-            if words := table.non_finite_gradient():
-                return words
-        if words := self.non_finite_rows():
-            return words
+        found = filter(None, (table.non_finite_gradient() for table in self.tables))
         step = f"step {1 + self.clock} of '{self.options.name}'"
-        return f"the norm of the gradients is {norm} at {step}"
+        words = next(found, "") or self.non_finite_rows()
+        return words or f"the norm of the gradients is {norm} at {step}"
 
 
 def _parameters(groups: Groups) -> Iterator[torch.Tensor]:

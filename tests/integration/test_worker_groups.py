@@ -226,11 +226,11 @@ def test_members_that_disagree_with_the_servers_are_told_why(pool: Pool) -> None
 
 def test_what_does_not_fit_is_refused(workers: Workers) -> None:
     for said in workers.run(jobs.refuse):
-        stale, backup, eager, overlapped, add, rows, nameless, changed, hybrid = said
+        stale, backup, eager, late, add, rows, nameless, changed, hybrid = said
         for each in (stale, backup, changed):
             assert "where workers are not at one step; expected BSP without backup" in each
         assert "aggregate_within is 'host' in 'eager' mode" in eager
-        assert "aggregate_within is 'host' with overlap_pull" in overlapped
+        assert "with overlap_pull, but the group gets its values together" in late
         assert "aggregate_within is 'host' with Add, which each worker pushes for itself" in add
         assert "with Embeddings" in rows
         assert "aggregate_within is ''; expected 'host'" in nameless
