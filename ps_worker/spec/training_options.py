@@ -108,11 +108,6 @@ class TrainingOptions:
                 f"{given} in 'eager' mode, where gradients leave before workers have reduced them; "
                 "expected mode='sealed' (the default)"
             )
-        if self.overlap_pull:
-            raise InvalidConfig(
-                f"{given} with overlap_pull, where no worker waits for what it would give the "
-                "others; expected one of both"
-            )
 
     @classmethod
     def of(cls, given: OptimizerOptions, default: Consistency) -> TrainingOptions:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -35,7 +35,7 @@ from ps_worker.spec.optimizers import (
 )
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.inner_steps import InnerSteps
-from ps_worker.steps.steps import PushTicket, StepResult, TableHandle
+from ps_worker.steps.steps import Pulled, PushTicket, StepResult, TableHandle
 from ps_worker.training.among_workers.worker_group import WorkerGroup
 from ps_worker.training.clipping import (
     UpdateScaling,
@@ -60,7 +60,6 @@ from ps_worker.training.planned_edits import (
     names_of,
     problem_of,
 )
-from ps_worker.training.sealed_step import SealedStep
 from ps_worker.training.served_state import LoadedState, State, arrays_of, is_same, pulled_arrays
 from ps_worker.training.step_times import StepTimes
 from ps_worker.training.tables.awaited_parameters import AwaitedParameters
@@ -75,6 +74,24 @@ if TYPE_CHECKING:
 
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
 """torch's parameter groups."""
+
+
+@dataclass(slots=True, eq=False)
+class _SealedStep:
+    """A step that was sealed on all tables and has not ended."""
+
+    tickets: Mapping[TrainedTable, PushTicket]  # of the tables that are awake
+    scaling: UpdateScaling | None
+    is_skipped: bool  # it takes no part in the update
+    problem: str  # the name of a gradient that was not finite, in words; else empty
+    pulled: dict[TrainedTable, Pulled] = field(default_factory=dict)
+    edited: Edited = field(default_factory=dict)
+    is_edit: bool = False
+    is_staged: bool = False  # it is an edit that a later one puts in place
+    refused: EditRefused | None = None  # the error, if the edit was refused
+    is_taken_over: bool = False  # its result was written into the parameters
+    marks: GradientMarks | None = None  # of its gradients, if hooks do not tell of all
+    has_gradients: bool = False  # gradients of the next step have come since
 
 
 class TrainedModel:
@@ -115,7 +132,7 @@ class TrainedModel:
         self.awaited = AwaitedParameters(None)
         self._client = client
         self._optimizer = optimizer
-        self._sealed: SealedStep | None = None
+        self._sealed: _SealedStep | None = None
         self._common = CommonModel(client, options.name, self.tables, self.buffers)
         self._round_count = 0  # the clocks beyond the script's steps
         self._is_hooked = False  # a hook of the present step's gradients was called
@@ -280,8 +297,7 @@ class TrainedModel:
         if awaits_values:
             self.awaited.wait()
 
-    def _end_sealed(self, *, awaits_values: bool = True) -> None:
-        """As `end_step`, but for a step that the group has begun."""
+    def _end_sealed(self) -> None:
         if self._sealed is not None:
             self._sealed.problem = ""
             self.results = self._end(self._sealed)
@@ -496,7 +512,7 @@ class TrainedModel:
         reasons = (self._client.tables.why_no_edit(table.handle) for table in self.tables)
         return next((reason for reason in reasons if reason), "")
 
-    def _seal_edit(self) -> SealedStep:
+    def _seal_edit(self) -> _SealedStep:
         """Seal the next edit on every table. One with a problem has a name of its own: it is
         refused and ends the clock for all workers, which need not wait for this one.
         """
@@ -519,11 +535,11 @@ class TrainedModel:
                 tickets[table] = table.edit(indexes, name, array)
             else:
                 tickets[table] = table.load(array, edits.values(table), name)
-        step = SealedStep(tickets, None, False, edits.problem, edited=edits.edited, is_edit=True)
+        step = _SealedStep(tickets, None, False, edits.problem, edited=edits.edited, is_edit=True)
         step.is_staged = not edits.is_in_place_with_next
         return step
 
-    def _ended_edit(self, sealed: SealedStep) -> None:
+    def _ended_edit(self, sealed: _SealedStep) -> None:
         """Go on to the next planned edit; after a refusal, plan anew with the next step."""
         if sealed.refused is not None or sealed.problem:
             self._edits.forget()
@@ -533,7 +549,7 @@ class TrainedModel:
         if not self._edits:
             self.loaded = None
 
-    def _end_refused(self, sealed: SealedStep) -> None:
+    def _end_refused(self, sealed: _SealedStep) -> None:
         if sealed.is_edit and sealed.problem:
             raise InvalidTensor(
                 f"{sealed.problem}. The step was not taken, and the value stays until it is changed"
@@ -547,7 +563,7 @@ class TrainedModel:
             own = f"{names_of(sealed.edited)} was changed here, and stays so until undone or taken"
         raise EditRefused(f"{sealed.refused.message}; {own}. No worker took the step. {REMEDIES}")
 
-    def _seal(self, groups: Groups, scale: StepScale, before: StateBefore | None) -> SealedStep:
+    def _seal(self, groups: Groups, scale: StepScale, before: StateBefore | None) -> _SealedStep:
         """Push the rest of the step, and seal it on every table."""
         awake = {t: self.hyperparameters(t, groups) for t in self.tables if not t.is_asleep}
         is_round = any(table.is_restricted for table in self.tables)
@@ -592,7 +608,7 @@ class TrainedModel:
                 rows.pass_clock()
         taking_part = [ticket for table, ticket in tickets.items() if table.takes_part]
         self._times.sealed([*taking_part, *(ticket for _, ticket in row_steps)])
-        sealed = SealedStep(tickets, scaling, skip, problem)
+        sealed = _SealedStep(tickets, scaling, skip, problem)
         if not self.aggregates and (self.are_replayed or not self._is_hooked):
             sealed.marks = self._marks()
         self._is_hooked = False
@@ -620,11 +636,14 @@ class TrainedModel:
             buffers.seal()
 
     @torch.no_grad()
-    def _end(self, sealed: SealedStep) -> dict[TrainedTable, StepResult]:
+    def _end(self, sealed: _SealedStep) -> dict[TrainedTable, StepResult]:
         """Wait for the end of a step, and take over its result; returns as `_step`."""
         try:
             with self.group.sharing([*sealed.tickets], sealed):
-                sealed.finish()
+                for table in sealed.tickets:
+                    pulled = _finished(table, sealed)
+                    if pulled is not None:
+                        sealed.pulled[table] = pulled
             with uninterrupted():
                 self._take_over(sealed)
             for buffers in self.buffers:
@@ -658,7 +677,7 @@ class TrainedModel:
         ended = {} if sealed.is_skipped or sealed.is_edit else sealed.tickets
         return {table: ticket.future.result() for table, ticket in ended.items()}
 
-    def _finish_rows(self, sealed: SealedStep) -> None:
+    def _finish_rows(self, sealed: _SealedStep) -> None:
         """Wait for the steps of all embedding tables; then raise the first error of one."""
         results, failure = [], None
         for rows in self.rows:
@@ -686,7 +705,7 @@ class TrainedModel:
             for _ in range(count if part not in pulled else 0):
                 part.pass_clock()
 
-    def _take_over(self, sealed: SealedStep) -> None:
+    def _take_over(self, sealed: _SealedStep) -> None:
         """Write the pulled values into the parameters, or into the gradients for one step of the
         local optimizer.
         """
@@ -763,6 +782,17 @@ class TrainedModel:
         step = f"step {1 + self.clock} of '{self.options.name}'"
         words = next(found, "") or self.non_finite_rows()
         return words or f"the norm of the gradients is {norm} at {step}"
+
+
+def _finished(table: TrainedTable, sealed: _SealedStep) -> Pulled | None:
+    """As `TrainedTable.finish`; notes a refused edit, whose clock ends all the same, and goes on to
+    wait for the pull.
+    """
+    while True:
+        try:
+            return table.finish()
+        except EditRefused as error:  # each ticket raises once
+            sealed.refused = sealed.refused or error
 
 
 def _parameters(groups: Groups) -> Iterator[torch.Tensor]:
