@@ -55,7 +55,7 @@ from ps_worker.spec.training_options import OptimizerOptions, TrainingOptions
 from ps_worker.steps.steps import StepResult
 from ps_worker.training import joining
 from ps_worker.training.embedding import has_embeddings, owned_rows
-from ps_worker.training.local_optimizer import inner_optimizer
+from ps_worker.training.local_optimizer import inner_optimizer, outer_of
 from ps_worker.training.model_pull import known_birth, table_prefix
 from ps_worker.training.module_buffers import BufferTable, buffer_layouts
 from ps_worker.training.optimizer_state import (
@@ -195,6 +195,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         check_optimizer(optimizer)
+        if outer_steps := client.connection.config.outer_steps:
+            optimizer = outer_of(optimizer, outer_steps)
         self._client = client
         self._optimizer = optimizer
         checked = TrainingOptions.of(options, client.consistency)
@@ -605,6 +607,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer = self._optimizer
         if self._model.inner is None:
             optimizer = optimizer.with_group(group)
+        elif group.get("clamp") is not None:
+            raise InvalidConfig(
+                f"parameter group {number} has clamp={group['clamp']} with "
+                f"{type(optimizer).__name__}, whose torch optimizer ignores it; expected none"
+            )
         name = self._model.options.name
         birth = known_birth(name, number, self._client.checkpoints.tables_before)
         if birth is None:

@@ -375,7 +375,7 @@ class TrainedModel:
         """Take one step; returns its results by table that is awake, none if it was skipped."""
         self.end_step()
         self.row_results = []
-        self._times.computed(1 + self.clock)
+        self._times.computed(1 + self.inner_steps.at(self.clock))
         self._common.go_on()
         self._wait_pending()
         for table in self.tables:
@@ -388,7 +388,7 @@ class TrainedModel:
             is_due = self.outer is None or self.inner_steps.are_all_taken
             sealed = self._sealed = self._seal(groups, scale, before) if is_due else None
         if sealed is None:
-            self._times.ended()
+            self._times.inner_ended(self.clock)
             return {}
         if meanwhile is not None:
             meanwhile()
