@@ -36,8 +36,9 @@ class StepTimes:
         self._ended_s = self._computed_s = self._sealed_s = now_s()
 
     def computed(self, step: int) -> None:
-        """The gradients of `step`, an inner one with `Outer`, are there. Sleeps until the emulated computation would be
-        done, which began when the last step ended; real computation counts in it.
+        """The gradients of `step` (`Outer`: an inner one) are there. Sleeps until the emulated
+        computation would be done, which began when the last step ended; real computation counts in
+        it.
         """
         if self._compute is not None:
             client = self._client

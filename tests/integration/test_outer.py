@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import ps_worker as ps
+from ps_worker.spec.optimizers import ServerOptimizer
 from tests.integration.outer_training import (
     ADAMW,
     INNER_STEPS,
@@ -26,7 +27,6 @@ from tests.integration.outer_training import (
     twin,
     values_of,
 )
-from ps_worker.spec.optimizers import ServerOptimizer
 
 
 @pytest.fixture(scope="module", params=["shm", pytest.param("grpc", marks=pytest.mark.second_lane)])
