@@ -11,6 +11,7 @@ from ps_core.errors import InvalidConfig, PushpullError
 from ps_runtime.observe import logs
 from ps_worker.client.client import Client
 from ps_worker.client.shown_options import defaults_of, shows
+from ps_worker.spec.settings import check_options
 from ps_worker.transport.config import WorkerConfig, job_place, worker_config
 
 
@@ -90,12 +91,7 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
         Unauthenticated: this process lacks the cluster's join secret.
         WaitExpired: no scheduler answered in time.
     """
-    unknown = set(options) - set(ConnectOptions.__annotations__)
-    if unknown:
-        raise InvalidConfig(
-            f"connect has no option {', '.join(sorted(unknown))}; it has "
-            f"{', '.join(sorted(ConnectOptions.__annotations__))}"
-        )
+    check_options("connect", options, ConnectOptions.__annotations__)
     place = None
     try:
         place = job_place(options, os.environ)

@@ -64,13 +64,15 @@ def test_outer_steps_have_inner_steps_of_the_namesake(name: str, given: dict[str
     outer = outer_of(getattr(ps, name)(**given), 7)
     assert outer == ps.Outer(outer.factory, inner_steps=7)
     found, expected = ([nn.Parameter(torch.ones(3)) for _ in range(2)] for _ in range(2))
-    groups = [
-        [{"params": [each[0]]}, {"params": [each[1]], "lr": 0.5}] for each in (found, expected)
-    ]
-    optimizers = inner_optimizer(outer, groups[0]), getattr(torch.optim, name)(groups[1], **given)
+
+    def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+        return [{"params": [parameters[0]]}, {"params": [parameters[1]], "lr": 0.5}]
+
+    inner = inner_optimizer(outer, groups(found))
+    namesake = getattr(torch.optim, name)(groups(expected), **given)
     for step in range(4):
-        for each in optimizers:
-            stepped(each, 1.0 - step, 2.0)
+        for optimizer in (inner, namesake):
+            stepped(optimizer, 1.0 - step, 2.0)
     for mine, theirs in zip(found, expected, strict=True):
         assert torch.equal(mine, theirs)
     assert not torch.equal(found[1], torch.ones(3))
