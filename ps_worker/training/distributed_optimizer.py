@@ -103,7 +103,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             the servers reduce the gradients and each worker runs a torch optimizer of its own.
             `Add`: each worker runs one on its own gradients; the servers add up its updates.
             `Outer`: likewise, for many steps before the servers take one with what all did.
-            `Custom`: a custom update on the servers.
+            `Custom`: a custom update on the servers. With the client's `outer_steps`: one of the
+            first five, which `Outer` then runs at the workers.
         module: the module, if `parameters` is none: for the names of parameters, for its buffers
             and Embeddings.
 
@@ -607,7 +608,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer = self._optimizer
         if self._model.inner is None:
             optimizer = optimizer.with_group(group)
-        elif group.get("clamp") is not None:
+        elif group.get("clamp") is not None and "clamp" not in self.defaults:
             raise InvalidConfig(
                 f"parameter group {number} has clamp={group['clamp']} with "
                 f"{type(optimizer).__name__}, whose torch optimizer ignores it; expected none"
