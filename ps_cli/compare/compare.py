@@ -169,8 +169,9 @@ async def _one_run(
 def _judged(ending: RunEnd, records: Sequence[WorkerRecord], mode: str) -> tuple[str, str]:
     """The state of a run, and a message about it.
 
-    A script that sets the consistency or the codecs of all its tables was not trained under the
-    mode: that is a failure. If it sets that of some, the message names them.
+    A script whose tables all have other settings, its own or for want of a DistributedOptimizer
+    that takes outer steps, was not trained under the mode: that is a failure. If some of them have,
+    the message names them.
     """
     if ending.exit_code:
         return (STOPPED if ending.exit_code > STOP_EXIT_CODES else FAILED), ending.message
@@ -180,7 +181,7 @@ def _judged(ending: RunEnd, records: Sequence[WorkerRecord], mode: str) -> tuple
     if others and len(others) == len(gradient_tables(records)):
         return FAILED, (
             f"{remark}; expected a script without consistency= and codecs, or with the client's, "
-            "and tables of float32"
+            "tables of float32, and for outer steps a DistributedOptimizer"
         )
     if not any(record.steps or record.losses for record in records):
         return FAILED, (

@@ -9,7 +9,8 @@ Definitions:
     quality       reported by the worker whose last step ended last: its model has all updates
     wait share    the share of the workers' time that they spent in `step`, waiting for the commit
                   of their own step or for the pull
-    staleness     of a step: the most of any block, in updates by others since the pull
+    staleness     of a step: the most of any block, in updates by others since the pull; inner steps
+                  have none
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ps_cli.compare.modes import ComparedMode
 from ps_cli.compare.records import LossEntry, TableEntry, WorkerRecord
@@ -99,6 +100,7 @@ class RunFigures:
 def figures_of(records: Sequence[WorkerRecord]) -> RunFigures:
     steps = [step for record in records for step in record.steps]
     losses = [entry for record in records for entry in record.losses]
+    staleness = Counter(step.staleness for step in steps if step.staleness is not None)
     began = [one.steps[0].ended_s - one.steps[0].duration_s for one in records if one.steps]
     began_s = min(began, default=min((entry.at_s for entry in losses), default=0.0))
     ended_s = max((step.ended_s for step in steps), default=began_s)
@@ -106,7 +108,7 @@ def figures_of(records: Sequence[WorkerRecord]) -> RunFigures:
         time_s=ended_s - began_s,
         step_count=len(steps),
         quality=_quality(records),
-        staleness=dict(sorted(Counter(step.staleness for step in steps).items())),
+        staleness=dict(sorted(staleness.items())),
         rejected_count=sum(step.rejected for step in steps),
         discarded_count=sum(step.discarded for step in steps),
         skipped_count=sum(not step.applied for step in steps),
@@ -149,8 +151,14 @@ def _curve(losses: Sequence[LossEntry], place: Callable[[LossEntry], float]) -> 
 
 
 def other_tables(records: Sequence[WorkerRecord], mode: ComparedMode) -> tuple[TableEntry, ...]:
-    """The tables of gradients that have another consistency or other codecs than the run's mode."""
-    return tuple(table for table in gradient_tables(records) if table.mode != mode)
+    """The tables of gradients that have other settings than the run's mode. Outer steps of the
+    script's own are none of them where the mode has no outer steps.
+    """
+
+    def asked(table: TableEntry) -> ComparedMode:
+        return replace(mode, outer_steps=mode.outer_steps or table.mode.outer_steps)
+
+    return tuple(table for table in gradient_tables(records) if table.mode != asked(table))
 
 
 def gradient_tables(records: Sequence[WorkerRecord]) -> tuple[TableEntry, ...]:

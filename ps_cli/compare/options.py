@@ -30,8 +30,9 @@ class CompareOptions:
             "-m",
             help="The settings to compare, separated by commas: bsp, bsp:backup=1, ssp:4, asp, "
             "asp:reject=8, asp:damp=0.5, asp:divide, asp:compensate=2,adaptive. Behind + codecs of "
-            "pushes and pulls: bsp+int8 (pulls in bf16), bsp+topk:0.01/none. Times are relative to "
-            "the first.",
+            "pushes and pulls: bsp+int8 (pulls in bf16), bsp+topk:0.01/none. Last, outer steps: "
+            "bsp+outer:50, bsp+int8/bf16+outer:50 (DiLoCo: a worker takes 50 steps by itself in "
+            "each). Times are relative to the first.",
         ),
     ] = "bsp,ssp:4,asp"
     straggler: Annotated[

@@ -26,14 +26,16 @@ class TableEntry:
 
 @dataclass(frozen=True, slots=True)
 class StepEntry:
-    """One step; `ended_s` is on the host's monotonic clock."""
+    """One step; `ended_s` is on the host's monotonic clock, and `staleness` is None if the step
+    pushed nothing (an inner step).
+    """
 
     ended_s: float
     compute_s: float
     send_s: float
     commit_s: float
     read_s: float
-    staleness: int
+    staleness: int | None
     rejected: int
     discarded: bool
     applied: bool
@@ -94,7 +96,12 @@ def _read(path: Path) -> WorkerRecord | None:
         elif line["kind"] == "report":
             losses.append(LossEntry(line["clock"], at_s, line["loss"]))
         elif line["kind"] == "table":
-            mode = ComparedMode(parsed(line["consistency"]), line["push_codec"], line["pull_codec"])
+            mode = ComparedMode(
+                parsed(line["consistency"]),
+                line["push_codec"],
+                line["pull_codec"],
+                line["inner_steps"],
+            )
             tables.append(TableEntry(line["name"], line["optimizer"], mode))
         elif line["kind"] == "quality":
             quality |= line["measures"]

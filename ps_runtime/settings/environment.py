@@ -42,6 +42,7 @@ VARIABLES: dict[str, str] = {
     "PUSHPULL_WINDOW_BYTES": "Payload bytes that a worker has in flight to one server.",
     "PUSHPULL_PUSH_CODEC": "How gradients travel by default: none, bf16, int8, topk:0.01, ...",
     "PUSHPULL_PULL_CODEC": "How parameters travel by default: none, bf16, fp16, int8.",
+    "PUSHPULL_OUTER_STEPS": "Steps of a worker by itself in each outer step (DiLoCo); 0: none.",
     "PUSHPULL_CONSISTENCY": "The consistency of tables whose script names none: bsp, ssp:4, asp.",
     "PUSHPULL_COMPUTE": "Emulated computation of a worker's step, such as 30ms.",
     "PUSHPULL_RECORD": "A directory where workers record their steps as JSON lines.",

@@ -11,6 +11,7 @@ from ps_core.errors import InvalidConfig, PushpullError
 from ps_runtime.observe import logs
 from ps_worker.client.client import Client
 from ps_worker.client.shown_options import defaults_of, shows
+from ps_worker.spec.settings import check_options
 from ps_worker.transport.config import WorkerConfig, job_place, worker_config
 
 
@@ -30,6 +31,7 @@ class ConnectOptions(TypedDict, total=False):
     consistency: str
     push_codec: str
     pull_codec: str
+    outer_steps: int
     compute: str
     record: str
     http_listen: str
@@ -66,6 +68,9 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
         push_codec (str, 'none'): how gradients travel where the script names no codec: "none" (as
             their dtype), "bf16", "fp16", "int8", "sign", "topk:0.01"; not where a table has none.
         pull_codec (str, 'none'): how parameters travel to this worker: one of the first four.
+        outer_steps (int, 0): the steps that a worker takes by itself in each outer step:
+            `DistributedOptimizer` runs the torch.optim namesake of its `SGD`, `Adam`, `AdamW`,
+            `Adagrad` or `RMSprop` in `Outer`, and refuses other optimizers. 0: never.
         compute (str, ''): emulated computation of a step of `DistributedOptimizer`, such as "30ms",
             or "rotating:30ms,90ms,burst=2,seed=1"; empty emulates none.
         record (str, ''): a directory for a record of the steps, as `pushpull compare` reads it;
@@ -86,12 +91,7 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
         Unauthenticated: this process lacks the cluster's join secret.
         WaitExpired: no scheduler answered in time.
     """
-    unknown = set(options) - set(ConnectOptions.__annotations__)
-    if unknown:
-        raise InvalidConfig(
-            f"connect has no option {', '.join(sorted(unknown))}; it has "
-            f"{', '.join(sorted(ConnectOptions.__annotations__))}"
-        )
+    check_options("connect", options, ConnectOptions.__annotations__)
     place = None
     try:
         place = job_place(options, os.environ)

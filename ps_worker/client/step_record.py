@@ -3,7 +3,8 @@
 A record is `worker-RANK.jsonl` in the directory of the setting `record`; each line has a `kind`:
 
     start     rank, worker_count, began_s (of the host's monotonic clock; t_s count from it)
-    table     name, optimizer, consistency, push_codec, pull_codec: of a table of the script
+    table     name, optimizer, consistency, push_codec, pull_codec, inner_steps: of a table of the
+              script
     step      clock, t_s (its end), and the fields of `StepLine`
     report    t_s, clock, loss: a loss that belongs to no step of a DistributedOptimizer
     quality   t_s, measures: of the model at the end, by name
@@ -43,7 +44,7 @@ class StepLine:
         send_s: in `step`, until all gradients were handed over.
         commit_s: then until the servers had committed it. BSP: until all workers' steps were there.
         read_s: then until the parameters were here. SSP: until no worker was too far behind.
-        staleness: the highest of any block.
+        staleness: the highest of any block; None for an inner step (`Outer`), which pushes none.
         rejected: the number of blocks that were too stale.
         discarded: some range of a table was updated without the step.
         applied: False if the step was skipped (a gradient that is not finite).
@@ -54,7 +55,7 @@ class StepLine:
     send_s: float
     commit_s: float
     read_s: float
-    staleness: int
+    staleness: int | None
     rejected: int
     discarded: bool
     applied: bool
@@ -94,6 +95,7 @@ class StepRecord:
                 consistency=str(spec.consistency),
                 push_codec=name_of(codecs.push),
                 pull_codec=name_of(codecs.pull),
+                inner_steps=spec.optimizer.inner_steps,
             )
 
     def step(self, line: StepLine) -> None:

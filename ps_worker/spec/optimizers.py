@@ -103,7 +103,7 @@ def check_optimizer(optimizer: object) -> None:
         )
     if any((base.__module__, base.__name__) == _TORCH_BASE for base in cls.__mro__):
         what = f"optimizer is torch's {cls.__name__}, which knows no servers"
-        if cls.__module__.startswith("torch.optim.") and cls.__name__ in _NAMESAKES:
+        if cls.__module__.startswith("torch.optim.") and cls.__name__ in NAMESAKES:
             raise InvalidConfig(
                 f"{what}; expected {_example(cls.__name__)}, which does the same on the servers"
             )
@@ -113,7 +113,7 @@ def check_optimizer(optimizer: object) -> None:
             "the workers"
         )
     if isinstance(optimizer, str):
-        known = {name.lower(): name for name in _NAMESAKES}
+        known = {name.lower(): name for name in NAMESAKES}
         name = known.get(optimizer.lower(), "SGD")
         raise InvalidConfig(f"optimizer is the text '{optimizer}'; expected {_example(name)}")
     raise InvalidConfig(
@@ -121,7 +121,7 @@ def check_optimizer(optimizer: object) -> None:
     )
 
 
-_NAMESAKES = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop")
+NAMESAKES = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop")
 """The optimizers with a namesake in torch.optim."""
 
 _TORCH_BASE = ("torch.optim.optimizer", "Optimizer")

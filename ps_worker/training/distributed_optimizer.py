@@ -56,7 +56,7 @@ from ps_worker.steps.steps import StepResult
 from ps_worker.training import joining
 from ps_worker.training.among_workers.worker_group import worker_group
 from ps_worker.training.embedding import has_embeddings, owned_rows
-from ps_worker.training.local_optimizer import inner_optimizer
+from ps_worker.training.local_optimizer import inner_optimizer, outer_of
 from ps_worker.training.model_pull import known_birth, table_prefix
 from ps_worker.training.module_buffers import BufferTable, buffer_layouts
 from ps_worker.training.optimizer_state import (
@@ -104,7 +104,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             the servers reduce the gradients and each worker runs a torch optimizer of its own.
             `Add`: each worker runs one on its own gradients; the servers add up its updates.
             `Outer`: likewise, for many steps before the servers take one with what all did.
-            `Custom`: a custom update on the servers.
+            `Custom`: a custom update on the servers. With the client's `outer_steps`: one of the
+            first five, which `Outer` then runs at the workers.
         module: the module, if `parameters` is none: for the names of parameters, for its buffers
             and Embeddings.
 
@@ -202,6 +203,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         check_optimizer(optimizer)
+        if outer_steps := client.connection.config.outer_steps:
+            optimizer = outer_of(optimizer, outer_steps)
         self._client = client
         self._optimizer = optimizer
         checked = TrainingOptions.of(options, client.consistency)
@@ -623,6 +626,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer = self._optimizer
         if self._model.inner is None:
             optimizer = optimizer.with_group(group)
+        elif group.get("clamp") is not None and "clamp" not in self.defaults:
+            raise InvalidConfig(
+                f"parameter group {number} has clamp={group['clamp']} with "
+                f"{type(optimizer).__name__}, whose torch optimizer ignores it; expected none"
+            )
         name = self._model.options.name
         birth = known_birth(name, number, self._client.checkpoints.tables_before)
         if birth is None:

@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import Any
 
 import torch
 
 from ps_core.errors import InvalidConfig
-from ps_worker.spec.optimizers import Add, Aggregate, Outer
+from ps_worker.spec.optimizers import NAMESAKES, Add, Aggregate, Outer, ServerOptimizer
+
+
+def outer_of(optimizer: ServerOptimizer, inner_steps: int) -> Outer:
+    """`Outer` with the namesake of `optimizer` in torch.optim, for the setting `outer_steps`;
+    InvalidConfig if it has none, or a clamp.
+    """
+    name = type(optimizer).__name__
+    if name not in NAMESAKES:
+        raise InvalidConfig(
+            f"outer_steps is {inner_steps}, and the optimizer is {name}; expected one of "
+            f"{', '.join(NAMESAKES)}, whose namesake in torch.optim takes the inner steps"
+        )
+    settings = optimizer.defaults()
+    if "clamp" in settings:
+        raise InvalidConfig(
+            f"outer_steps is {inner_steps}, and {name} has clamp={settings['clamp']}, which "
+            "torch.optim does not have; expected none"
+        )
+    return Outer(partial(getattr(torch.optim, name), **settings), inner_steps)
 
 
 def inner_optimizer(

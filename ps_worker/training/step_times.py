@@ -35,13 +35,14 @@ class StepTimes:
         self._committed_s: list[float] = []
         self._ended_s = self._computed_s = self._sealed_s = now_s()
 
-    def computed(self, clock: int) -> None:
-        """The gradients of step `clock` are there. Sleeps until the emulated computation would be
-        done, which began when the last step ended; real computation counts in it.
+    def computed(self, step: int) -> None:
+        """The gradients of `step` (`Outer`: an inner one) are there. Sleeps until the emulated
+        computation would be done, which began when the last step ended; real computation counts in
+        it.
         """
         if self._compute is not None:
             client = self._client
-            needed_s = self._compute.seconds(client.rank, client.world_size, clock)
+            needed_s = self._compute.seconds(client.rank, client.world_size, step)
             left_s = self._ended_s + needed_s - now_s()
             if left_s > 0:
                 time.sleep(left_s)
@@ -57,6 +58,23 @@ class StepTimes:
         self._committed_s = times
         for ticket in tickets:
             ticket.future.add_done_callback(lambda _: times.append(now_s()))
+
+    def inner_ended(self, clock: int) -> None:
+        """An inner step has ended (`Outer`), of which the servers know nothing."""
+        computed_from_s, self._ended_s = self._ended_s, now_s()
+        self._client.connection.record.step(
+            StepLine(
+                clock=clock,
+                compute_s=self._computed_s - computed_from_s,
+                send_s=self._ended_s - self._computed_s,
+                commit_s=0.0,
+                read_s=0.0,
+                staleness=None,
+                rejected=0,
+                discarded=False,
+                applied=True,
+            )
+        )
 
     def ended(self) -> None:
         """The parameters are here."""

@@ -390,7 +390,7 @@ class TrainedModel:
         self.awaited.wait()
         self._groups = groups
         self.row_results = []
-        self._times.computed(1 + self.clock)
+        self._times.computed(1 + self.inner_steps.at(self.clock))
         self._common.go_on()
         self._wait_pending()
         for table in self.tables:
@@ -405,7 +405,7 @@ class TrainedModel:
             sealed = self._sealed = self._seal(groups, scale, before) if is_due else None
             self.group.sealed()
         if sealed is None:
-            self._times.ended()
+            self._times.inner_ended(self.clock)
             return {}
         if meanwhile is not None:
             meanwhile()

@@ -90,6 +90,12 @@ class WorkerConfig:
         "how parameters travel to this process where the script names no codec: none, bf16, fp16 "
         "or int8",
     )
+    outer_steps: int = setting(
+        0,
+        "the steps that a worker takes by itself in each outer step: DistributedOptimizer runs the "
+        "torch.optim namesake of its SGD, Adam, AdamW, Adagrad or RMSprop in ps.Outer, and refuses "
+        "other optimizers; 0: each step is one of the servers, as the script says",
+    )
     compute: str = setting(
         "",
         "emulated computation: DistributedOptimizer.step waits until so long after the step "
@@ -139,6 +145,10 @@ class WorkerConfig:
             parsed(self.consistency)
         check_codec("push_codec", self.push_codec)
         check_codec("pull_codec", self.pull_codec)
+        if not 0 <= self.outer_steps <= limits.MAX_INNER_STEP_COUNT:
+            raise InvalidConfig(
+                f"outer_steps is {self.outer_steps}; expected 0 to {limits.MAX_INNER_STEP_COUNT:,}"
+            )
         if self.compute:
             ComputeTime.parsed(self.compute)
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import ps_worker as ps
+from ps_worker.spec.optimizers import ServerOptimizer
 
 WORKERS = 2
 INNER_STEPS = 3
@@ -62,12 +63,17 @@ def adamw(inner_steps: int = INNER_STEPS, **outer: Any) -> ps.Outer:
 class Trainer:
     """One worker's loop; `history` has the parameters after each inner step."""
 
-    def __init__(self, client: ps.Client, name: str, outer: ps.Outer, **options: Any) -> None:
+    def __init__(
+        self, client: ps.Client, name: str, optimizer: ServerOptimizer, **options: Any
+    ) -> None:
         self.client = client
         self.model = Quadratic(client.rank)
         options = {"kernels": "exact", "block_elements": 128, **options}
-        self.optimizer = ps.DistributedOptimizer(client, self.model, outer, name=name, **options)
-        self.step_count = self.optimizer.clock * outer.inner_steps
+        self.optimizer = ps.DistributedOptimizer(
+            client, self.model, optimizer, name=name, **options
+        )
+        model = self.optimizer.trained_model
+        self.step_count = model.inner_steps.per_clock * model.clock
         self.history: list[Values] = []
 
     def step(self) -> Values:

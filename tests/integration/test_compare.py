@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from ps_worker import ComputeTime
 from tests.integration.command_line import Tool, run, run_here, run_warm
 
 END_DEADLINE_S = 20.0
@@ -44,11 +45,13 @@ import ps_worker as ps
 torch.manual_seed(0)
 with ps.connect() as client:
     model = torch.nn.Linear(64, 512)
-    optimizer = ps.DistributedOptimizer(client, model, ps.SGD(lr=0.01))
+    optimizer = ps.DistributedOptimizer(client, model, ps.SGD(lr=20.0))
     for step in range(10):
         optimizer.zero_grad()
-        model(torch.randn(8, 64)).square().mean().backward()
+        loss = model(torch.randn(8, 64)).square().mean()
+        loss.backward()
         optimizer.step()
+        client.report(loss=loss.item())
 """
 
 STUBBORN = """
@@ -130,24 +133,39 @@ def test_a_script_is_compared_under_its_modes_with_a_straggler(tmp_path: Path) -
     assert [row[0] for row in rows[:3]] == ["mode", "bsp", "asp:divide"]
 
 
-def test_codecs_are_compared_with_the_bytes_that_they_take(tmp_path: Path) -> None:
+def test_codecs_and_outer_steps_are_compared_with_the_bytes_that_they_take(tmp_path: Path) -> None:
     script = tmp_path / "wide.py"
     script.write_text(WIDE)
-    modes = ("bsp", "bsp+int8/bf16", "bsp+topk:0.02/none")
+    modes = ("bsp", "bsp+int8/bf16", "bsp+topk:0.02/none", "bsp+outer:5")
+    straggler = "rotating:1ms,40ms,burst=2"
     found = run_warm(
-        "compare", str(script), "--modes", ",".join(modes), cwd=tmp_path, has_warm_roles=True
-    )
+        "compare", str(script), "--modes", ",".join(modes), "--straggler", straggler,
+        cwd=tmp_path, has_warm_roles=True,
+    )  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr
     rows = figures(tmp_path)["modes"]
     assert [row["mode"] for row in rows] == [*modes]
-    whole, eight_bits, few = (row["pushed_bytes"] for row in rows)
+    whole, eight_bits, few, fifth = (row["pushed_bytes"] for row in rows)
     trained_bytes = 2 * 10 * 4 * 33_280  # two workers take ten steps
     assert whole - eight_bits == pytest.approx(0.746 * trained_bytes, rel=0.01)
     assert whole - few == pytest.approx(0.96 * trained_bytes, rel=0.01)
+    assert whole - fifth == pytest.approx(0.8 * trained_bytes, rel=0.01)
     assert trained_bytes <= whole <= 1.1 * trained_bytes
-    whole, halves, same = (row["pulled_bytes"] for row in rows)
+    whole, halves, same, fifth = (row["pulled_bytes"] for row in rows)
     assert whole == same
     assert halves / whole == pytest.approx(0.5, abs=0.1)
+    assert whole - fifth == pytest.approx(0.8 * trained_bytes, rel=0.01)
+    each_step, *_, outer_steps = (one["figures"] for one in figures(tmp_path)["runs"])
+    for trained in (each_step, outer_steps):
+        assert trained["step_count"] == 20
+        assert [step for step, _ in trained["loss_by_step"]] == [*range(1, 11)]
+        (_, first), *_, (_, last) = trained["loss_by_step"]
+        assert last < 0.5 * first
+        for worker in trained["workers"]:
+            slow = ComputeTime.parsed(straggler)
+            expected = (slow.seconds(worker["rank"], 2, step) for step in range(1, 11))
+            assert worker["compute_s"] >= sum(expected), "each takes its turns"
+    assert outer_steps["staleness"] == {"0": 4}, "of the steps that pushed"
 
 
 def test_what_cannot_be_compared_is_in_the_report_with_its_reason(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import ps_worker as ps
+from ps_worker.spec.optimizers import ServerOptimizer
 from tests.integration.outer_training import (
     ADAMW,
     INNER_STEPS,
@@ -194,6 +195,65 @@ def test_parameters_are_not_changed_under_asp(workers: list[ps.Client]) -> None:
         trainer.model.weight.fill_(1.0)
     with pytest.raises(ps.EditRefused, match=r"parameter 'weight' of .* was changed since"):
         trainer.step()
+
+
+# --- the setting `outer_steps`
+
+
+@pytest.fixture(scope="module")
+def half_set() -> Iterator[list[ps.Client]]:
+    """Two workers; the second has `outer_steps`."""
+    with ps.local_cluster(servers=1, workers=WORKERS) as cluster:
+        clients = [
+            ps.connect(cluster.address, rank=0),
+            ps.connect(cluster.address, rank=1, outer_steps=INNER_STEPS),
+        ]
+        yield clients
+        for client in clients:
+            client.close(leave=False)
+
+
+def test_a_script_with_the_setting_has_the_bits_of_one_with_outer(
+    half_set: list[ps.Client],
+) -> None:
+    """They train one model, so the servers take both for the same."""
+    steps, name = 4 * INNER_STEPS + 1, new_name()
+
+    def work(client: ps.Client) -> Trainer:
+        trainer = Trainer(client, name, ps.AdamW(lr=0.02) if client.rank else adamw())
+        for _ in range(steps):
+            trainer.step()
+        return trainer
+
+    found, expected = together(half_set, work), twin(adamw(), steps)
+    for rank in range(WORKERS):
+        for own, theirs in zip(found[rank].history, expected[rank], strict=True):
+            assert is_same(own, theirs)
+        assert found[rank].optimizer.clock == 4
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "named"),
+    [
+        (adamw(), {}, "outer_steps is 3, and the optimizer is Outer; expected one of SGD"),
+        (ps.SGD(), {"mode": "eager"}, "mode is 'eager' with Outer"),
+        (ps.SGD(), {"overlap_pull": True}, "whose parameters the servers update; got Outer"),
+    ],
+)
+def test_the_setting_is_refused_where_it_would_do_nothing(
+    half_set: list[ps.Client],
+    optimizer: ServerOptimizer,
+    options: dict[str, Any],
+    named: str,
+) -> None:
+    with pytest.raises(ps.InvalidConfig, match=named):
+        Trainer(half_set[1], new_name(), optimizer, **options)
+
+
+def test_the_clamp_of_a_parameter_group_is_refused(half_set: list[ps.Client]) -> None:
+    groups = [{"params": [nn.Parameter(torch.zeros(3))], "clamp": (0.0, 1.0)}]
+    with pytest.raises(ps.InvalidConfig, match=r"group 0 has clamp=\(0.0, 1.0\) with Outer"):
+        ps.DistributedOptimizer(half_set[1], groups, ps.SGD(), name=new_name())
 
 
 # --- the inner optimizer is the script's

@@ -22,7 +22,7 @@ from ps_cli.compare.records import LossEntry, StepEntry, TableEntry, WorkerRecor
 from ps_core.errors import InvalidConfig
 
 
-def step(ended_s: float, staleness: int = 0, **changed: float) -> StepEntry:
+def step(ended_s: float, staleness: int | None = 0, **changed: float) -> StepEntry:
     given = {"compute_s": 0.5, "send_s": 0.1, "commit_s": 0.3, "read_s": 0.1, **changed}
     return StepEntry(
         ended_s=ended_s, staleness=staleness, rejected=2, discarded=True, applied=False, **given
@@ -53,6 +53,8 @@ def test_waiting_is_the_share_of_commit_and_read() -> None:
 def test_staleness_is_counted_by_step() -> None:
     figures = figures_of([worker(0, (step(1.0, 0), step(2.0, 3), step(3.0, 3), step(4.0, 10)))])
     assert figures.staleness == {0: 1, 3: 2, 10: 1}
+    with_inner = figures_of([worker(0, (step(1.0, None), step(2.0, None), step(3.0, 4)))])
+    assert (with_inner.staleness, with_inner.mean_staleness) == ({4: 1}, 4.0)
     assert figures.mean_staleness == pytest.approx(4.0)
     assert figures.max_staleness == 10
 
@@ -104,6 +106,19 @@ def test_tables_of_other_settings_are_found_and_buffers_are_not_judged() -> None
         assert [table.name for table in found] == [f"model/{number}" for number in others]
 
 
+def test_outer_steps_of_a_script_are_its_own_unless_the_mode_has_some() -> None:
+    modes = [ComparedMode.parsed(mode) for mode in ("bsp", "bsp+outer:2", "asp+outer:2")]
+    tables = tuple(TableEntry(str(mode), "sgd", mode) for mode in modes)
+    records = [WorkerRecord(0, tables, (), (), {})]
+    for mode, others in (
+        ("bsp", ["asp+outer:2"]),
+        ("bsp+outer:2", ["bsp", "asp+outer:2"]),
+        ("bsp+outer:3", ["bsp", "bsp+outer:2", "asp+outer:2"]),
+    ):
+        found = other_tables(records, ComparedMode.parsed(mode))
+        assert [table.name for table in found] == others
+
+
 def test_a_row_has_the_medians_of_the_finished_runs() -> None:
     runs = [
         RunFigures(time_s=time_s, step_count=100, quality={"accuracy": value}, staleness={tau: 4})
@@ -141,6 +156,14 @@ def test_modes_are_separated_by_commas_though_a_mode_may_have_some() -> None:
                 *("bsp+sign/none", "bsp+topk:0.01/bf16", "bsp+none/bf16", "bsp"),
             ],
         ),
+        (
+            "bsp+outer:50,asp:compensate=2,adaptive+int8 + outer:1,bsp+sign/none+outer:1000000",
+            [
+                "bsp+outer:50",
+                "asp:compensate=2,adaptive+int8/bf16+outer:1",
+                "bsp+sign/none+outer:1000000",
+            ],
+        ),
     ):
         assert [str(mode) for mode in modes_of(text)] == expected
 
@@ -150,6 +173,13 @@ def test_workers_have_the_settings_of_their_mode() -> None:
         "PUSHPULL_CONSISTENCY": "ssp:2",
         "PUSHPULL_PUSH_CODEC": "topk:0.1:50",
         "PUSHPULL_PULL_CODEC": "bf16",
+        "PUSHPULL_OUTER_STEPS": "0",
+    }
+    assert ComparedMode.parsed("bsp+int8/bf16+outer:50").environment == {
+        "PUSHPULL_CONSISTENCY": "bsp",
+        "PUSHPULL_PUSH_CODEC": "int8",
+        "PUSHPULL_PULL_CODEC": "bf16",
+        "PUSHPULL_OUTER_STEPS": "50",
     }
 
 
@@ -165,6 +195,12 @@ def test_workers_have_the_settings_of_their_mode() -> None:
         ("bsp+", "push_codec is ''; expected one of"),
         ("bsp+int8/sign", "pull_codec is 'sign'; expected one of"),
         ("bsp+int8,bsp+int8/bf16", "'bsp\\+int8/bf16' twice"),
+        ("bsp+outer:0", "'outer:0'; expected outer:1 to outer:1000000"),
+        ("bsp+int8+outer:1000001", "'outer:1000001'; expected"),
+        ("bsp+outer:x", "'outer:x'; expected"),
+        ("bsp+outer", "'outer:'; expected"),
+        ("bsp+outer:5+int8", "push_codec is 'outer:5\\+int8'; expected one of"),
+        ("bsp+outer:5,bsp+outer:05", "'bsp\\+outer:5' twice"),
     ],
 )
 def test_wrong_modes_are_refused_by_name(text: str, named: str) -> None:

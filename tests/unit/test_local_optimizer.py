@@ -1,12 +1,17 @@
-"""A worker's own step that is repeated for some of its parameters."""
+"""A worker's own step, and the optimizer that takes it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ps_worker.training.local_optimizer import StateBefore
+import ps_worker as ps
+from ps_core.errors import InvalidConfig
+from ps_worker.spec.optimizers import ServerOptimizer
+from ps_worker.training.local_optimizer import StateBefore, inner_optimizer, outer_of
 
 
 def stepped(optimizer: torch.optim.Optimizer, *gradients: float) -> None:
@@ -41,3 +46,48 @@ def test_a_step_is_repeated_for_some_tensors_as_if_it_had_not_been_taken(steps: 
     assert model[1].grad.eq(3.0).all(), "it has its gradient back"
     before.step_again({model[0]})
     assert float(optimizer.state[model[0]]["step"]) == steps + 1, "as often as it must"
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("SGD", {"lr": 0.1, "momentum": 0.8, "nesterov": True, "weight_decay": 0.1}),
+        ("SGD", {"lr": 0.1, "momentum": 0.8, "dampening": 0.5, "maximize": True}),
+        ("Adam", {"lr": 0.1, "betas": (0.8, 0.9), "eps": 0.1, "amsgrad": True}),
+        ("AdamW", {}),
+        ("Adagrad", {"lr": 0.2, "lr_decay": 0.5, "initial_accumulator_value": 2.0}),
+        ("RMSprop", {"alpha": 0.9, "momentum": 0.5, "centered": True}),
+    ],
+)
+def test_outer_steps_have_inner_steps_of_the_namesake(name: str, given: dict[str, Any]) -> None:
+    """With its hyperparameters, which those of a parameter group go before."""
+    outer = outer_of(getattr(ps, name)(**given), 7)
+    assert outer == ps.Outer(outer.factory, inner_steps=7)
+    found, expected = ([nn.Parameter(torch.ones(3)) for _ in range(2)] for _ in range(2))
+
+    def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+        return [{"params": [parameters[0]]}, {"params": [parameters[1]], "lr": 0.5}]
+
+    inner = inner_optimizer(outer, groups(found))
+    namesake = getattr(torch.optim, name)(groups(expected), **given)
+    for step in range(4):
+        for optimizer in (inner, namesake):
+            stepped(optimizer, 1.0 - step, 2.0)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
+    assert not torch.equal(found[1], torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "named"),
+    [
+        (ps.Add(torch.optim.SGD), "the optimizer is Add; expected one of SGD, Adam, AdamW"),
+        (ps.Aggregate(torch.optim.SGD), "the optimizer is Aggregate; expected"),
+        (ps.Outer(torch.optim.SGD, 7), "the optimizer is Outer; expected"),
+        (ps.Custom("lion"), "the optimizer is Custom; expected"),
+        (ps.SGD(clamp=(0.0, None)), r"SGD has clamp=\(0\.0, None\), which torch.optim does not"),
+    ],
+)
+def test_outer_steps_refuse_what_has_no_namesake(optimizer: ServerOptimizer, named: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"outer_steps is 7, and .*{named}"):
+        outer_of(optimizer, 7)
