@@ -517,12 +517,13 @@ class ClientTables:
             for ticket in handle.steps.uncommitted()
         ]
         opens_within_s = connection.config.request_deadline_s
-        final_seals = [
+        ended = [
             self._adopt(connection.asked(self._opened(name, opens_within_s), opens_within_s))
-            .steps.open_step()
-            .seal(skip=True, last=True)
             for name in self._engine.tables_to_end()
         ]
+        joins = self._engine.joins
+        self.join([each for each in ended if each.clock == 0 and joins(each.table.table_id)])
+        final_seals = [each.steps.open_step().seal(skip=True, last=True) for each in ended]
         for ticket in final_seals + uncommitted:
             while not wait([ticket.future], min(max(limit_s - now_s(), 0.0), _LOOK_S)).done:
                 if now_s() >= limit_s:

@@ -217,23 +217,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._is_made = False
         self._has_stepped = False
         self._zeroed_at = (-1, 0)  # the steps before the last `zero_grad`
-        if checked.buffers == "mean" and self._module is None:
-            raise InvalidConfig("buffers is 'mean' without a module; give module=")
         has_rows = self._module is not None and has_embeddings(self._module)
-        if checked.aggregate_within and (
-            has_rows or isinstance(optimizer, Aggregate | Add | Outer)
-        ):
-            raise InvalidConfig(
-                f"aggregate_within is {checked.aggregate_within!r} with "
-                + ("Embeddings" if has_rows else type(optimizer).__name__)
-                + ", which each worker pushes for itself; expected one of the servers' optimizers "
-                "and no Embeddings"
-            )
-        if checked.overlap_pull and (self._module is None or isinstance(optimizer, _WITH_INNER)):
-            raise InvalidConfig(
-                "overlap_pull needs a module, whose parameters the servers update; got "
-                + ("none" if self._module is None else f"{type(optimizer).__name__}")
-            )
+        self._check_options(checked, has_rows=has_rows)
         groups = named_groups(parameters, self._module, may_be_empty=has_rows)
         _check_reduces_alone(groups, self._client.world_size)
         if self._model.moves and checked.is_eager:
@@ -265,6 +250,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._model.outer is not None:
             name = f"inner_steps/{checked.name}"
             client.attach_state(name, self._inner_steps_state, per_rank=True)
+
+    def _check_options(self, checked: TrainingOptions, *, has_rows: bool) -> None:
+        """Refuse options that do not go with the module or the optimizer."""
+        if checked.buffers == "mean" and self._module is None:
+            raise InvalidConfig("buffers is 'mean' without a module; give module=")
+        if checked.aggregate_within and (has_rows or isinstance(self._optimizer, _WITH_INNER)):
+            raise InvalidConfig(
+                f"aggregate_within is {checked.aggregate_within!r} with "
+                + ("Embeddings" if has_rows else type(self._optimizer).__name__)
+                + ", which each worker pushes for itself; expected one of the servers' optimizers "
+                "and no Embeddings"
+            )
+        if checked.overlap_pull and (
+            self._module is None or isinstance(self._optimizer, _WITH_INNER)
+        ):
+            raise InvalidConfig(
+                "overlap_pull needs a module, whose parameters the servers update; got "
+                + ("none" if self._module is None else f"{type(self._optimizer).__name__}")
+            )
 
     def _start(self) -> None:
         """Create the tables, and start from rank 0's values."""

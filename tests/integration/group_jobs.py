@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 import ps_worker as ps
+from ps_core.consistency import Mode
 from ps_worker.training.among_workers import gradient_reduction
 from tests.integration.edit_jobs import EDITS
 from tests.integration.hybrid_jobs import refused
+from tests.integration.lane_cluster import until
 from tests.integration.training_jobs import EXACT, Values, normed
 from tests.integration.training_models import Branched, batches, seeded, values
 
@@ -90,6 +93,29 @@ def train(client: ps.Client, steps: int, *, is_direct: bool = True, **options: A
     finally:
         gradient_reduction._DIRECT_BYTES = direct_bytes
     return Trained(history, trainer.moved_bytes)
+
+
+def _is_seen(client: ps.Client, handle: ps.TableHandle, mode: Mode) -> bool:
+    return client.consistency_of(handle).mode is mode
+
+
+def change_from_outside(client: ps.Client, name: str, groups: Sequence[str]) -> tuple[str, Values]:
+    """The error of a step after somebody has changed the table's consistency; the parameters after
+    a step for which it was set back.
+    """
+    trainer = Trainer(client, name, groups)
+    trainer.train(range(1))
+    handle = trainer.optimizer.trained_model.tables[0].handle
+    told = ""
+    for setting, mode in (("asp", Mode.ASP), ("bsp", Mode.BSP)):
+        if client.rank == 0:
+            client.set_consistency(handle, setting)
+        until(partial(_is_seen, client, handle, mode), f"{mode} is seen")
+        if mode is Mode.ASP:
+            told = refused(lambda: trainer.train(range(1, 2)))
+        client.barrier()
+    trainer.optimizer.step()
+    return told, trainer.values
 
 
 def go_on(client: ps.Client, name: str, steps: range, **options: Any) -> Values:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ps_worker as ps
+from ps_core.errors import InvalidConfig
 from tests.integration import hybrid_jobs as jobs
 from tests.integration.command_line import run_here
 from tests.integration.hybrid_jobs import IDS, Rated, Tensors
@@ -165,6 +166,22 @@ def test_what_is_wrong_is_refused(workers: Workers) -> None:
             "parameter 0 of optimizer is 'head.bias', (1,) of torch.float32 at worker 0, and "
             "'middle.weight', (6, 4) of torch.float32 at worker 1; expected the same model, and "
             "the same order, at each"
+        )
+
+
+def test_the_setting_of_outer_steps_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with (
+        ps.local_cluster(servers=1, workers=1) as cluster,
+        ps.connect(cluster.address, outer_steps=5) as client,
+        pytest.raises(InvalidConfig, match="outer_steps is 5, which leaves out the servers"),
+    ):
+        ps.HybridOptimizer(
+            client,
+            model,
+            torch.optim.SGD([model.weight], lr=0.1),
+            served=[model.bias],
+            server_optimizer=ps.SGD(lr=0.1),
         )
 
 

@@ -97,6 +97,27 @@ class Running:
 
 
 @pytest.mark.slow
+def test_a_newcomer_may_leave_without_having_trained(cluster: LaneCluster) -> None:
+    """It ends the tables of the others at the clocks that it has joined at."""
+    clients = _first(cluster)
+
+    def train(client: ps.Client) -> int:
+        model = seeded(Branched)
+        optimizer = optimizer_for(client, model, name="alone")
+        for x in batches(3, rank=client.rank):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return optimizer.clock
+
+    with ThreadPoolExecutor(FIRST) as pool:
+        assert list(pool.map(train, clients)) == [3, 3]
+    with ps.connect(cluster.address, request_deadline_s=DEADLINE_S) as late:
+        assert late.is_late_joiner
+    _close(clients)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("consistency", ["bsp", "ssp:1", "asp"])
 def test_a_third_worker_joins_two_that_train(cluster: LaneCluster, consistency: str) -> None:

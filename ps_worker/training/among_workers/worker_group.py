@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import distributed
 
-from ps_core.errors import PushpullError, WaitExpired
+from ps_core.consistency import Mode
+from ps_core.errors import InvalidConfig, PushpullError, WaitExpired
 from ps_runtime.observe import logs
 from ps_runtime.system.capacity import machine_name
 from ps_worker.spec.training_options import HOST, TrainingOptions
@@ -69,6 +70,7 @@ class WorkerGroup:
         may_be_infinite: bool = False,
     ) -> None:
         self.is_leader = client.rank == ranks[0]
+        self._client = client
         self._rank = client.rank
         self._ranks = ranks
         self._group = group
@@ -104,6 +106,7 @@ class WorkerGroup:
         Blocking: until every member has called it.
 
         Raises:
+            InvalidConfig: somebody has changed the consistency of a table.
             InvalidTensor: a gradient is sparse.
             WorkerLost: a worker of the cluster has ended.
             WaitExpired: a member is late; the next call waits on.
@@ -113,12 +116,22 @@ class WorkerGroup:
         begun = self._begun
         if begun is None:
             self._everyone.check()
+            self._check_lockstep(tables)
             begun = self._begin([table for table in tables if not table.is_asleep], scale)
         if begun.agreed is None:
             begun.reduction.wait(self._peers)
             with uninterrupted():
                 begun.agreed = self._agreed(begun)
         return begun.agreed
+
+    def _check_lockstep(self, tables: _Tables) -> None:
+        for table in tables:
+            setting = self._client.consistency_of(table.handle)
+            if setting.mode is not Mode.BSP or setting.backup_workers:
+                raise InvalidConfig(
+                    f"table '{table.name}' is under {setting} now, and aggregate_within needs BSP "
+                    "without backup workers; set it back, and call step() again"
+                )
 
     def _begin(self, tables: list[TrainedTable], scale: StepScale) -> _BegunStep:
         for entry in (entry for table in tables for entry in table.layout.placed):

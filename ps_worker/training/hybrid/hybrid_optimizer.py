@@ -200,10 +200,12 @@ class HybridOptimizer(torch.optim.Optimizer):
             )
         if bool(served) != (server_optimizer is not None):
             raise InvalidConfig("served and server_optimizer belong together; give both or neither")
-        if isinstance(server_optimizer, Outer):
+        outer_steps = self._client.connection.config.outer_steps
+        if isinstance(server_optimizer, Outer) or outer_steps:
+            given = f"outer_steps is {outer_steps}" if outer_steps else "server_optimizer is Outer"
             raise InvalidConfig(
-                "server_optimizer is Outer, which leaves out the servers in most steps; expected "
-                "one with which both halves take each step"
+                f"{given}, which leaves out the servers in most steps; expected one with which "
+                "both halves take each step"
             )
         names = {p: plain_name(name) for name, p in self._module.named_parameters()}
         local = set(self._parameters())
