@@ -671,16 +671,18 @@ class Client:
         if self.connection.is_over:
             return
         self.connection.check_thread()
-        for reference in self.before_leaving:
-            if (call := reference()) is not None:
-                call()
         if not self.is_reader:
             self.checkpoints.leave()
         has_left = False
         try:
-            if not self.is_reader:
-                self.tables.end_steps(self.connection.deadline_s(timeout_s))
-            has_left = True
+            try:
+                for reference in self.before_leaving:
+                    if (call := reference()) is not None:
+                        call()
+            finally:  # others wait for the final seals, whatever has come of it
+                if not self.is_reader:
+                    self.tables.end_steps(self.connection.deadline_s(timeout_s))
+                has_left = True
         finally:
             self._end("left" if has_left else "")
 

@@ -249,7 +249,10 @@ def test_a_copy_of_the_model_is_a_plain_one_and_so_is_the_model_when_all_is_ther
         optimizer.step()
         model[0].register_parameter("late", nn.Parameter(torch.zeros(1)))
         assert type(model[0]._parameters) is not dict
-        assert all(type(each._parameters) is dict for each in copy.deepcopy(model).modules())
+        copied = copy.deepcopy(model)
+        assert all(type(each._parameters) is dict for each in copied.modules())
+        (hook,) = copied._forward_pre_hooks.values()
+        assert not hook.__self__.is_on
         for each, plain in zip(model.modules(), dictionaries, strict=True):
             assert each._parameters is plain
         assert "late" in dictionaries[1]

@@ -126,6 +126,11 @@ class AwaitedParameters:
                 awaited.plain.update(awaited)
                 vars(module)["_parameters"] = awaited.plain
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the module has its hook, which waits for nothing."""
+        self.wait()
+        return AwaitedParameters, (None,)
+
     def close(self) -> None:
         """Wait for all values, and wait no more in the module."""
         self.wait()
