@@ -165,6 +165,35 @@ def test_all_reads_get_the_bits_that_they_get_without_it(
         assert differing(each, found[-1]) == []
 
 
+def test_two_optimizers_of_one_module_await_what_each_trains(clients: list[ps.Client]) -> None:
+    def both(client: ps.Client, *, overlaps: bool) -> dict[str, torch.Tensor]:
+        model = made(Plain)
+        parts: list[Any] = [
+            [*model[0].parameters(), *model[1].parameters()],
+            [*model[3].parameters(), *model[4].parameters()],
+        ]
+        optimizers = [
+            optimizer_of(
+                client, part, f"{number} {overlaps}", module=model, buffers=None,
+                overlap_pull=overlaps,
+            )
+            for number, part in enumerate(parts)
+        ]  # fmt: skip
+        for step in range(STEPS):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            backward(client, model, step)
+            for optimizer in optimizers:
+                optimizer.step()
+        plain = dict(model.named_parameters())
+        assert all(type(each._parameters) is dict for each in model.modules())
+        return {name: value.detach().clone() for name, value in plain.items()}
+
+    found = [each for o in (True, False) for each in together(clients, partial(both, overlaps=o))]
+    for each in found:
+        assert differing(each, found[-1]) == []
+
+
 @pytest.mark.parametrize(
     "options",
     [

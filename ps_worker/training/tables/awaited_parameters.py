@@ -29,21 +29,27 @@ Await: TypeAlias = Callable[[Iterable[torch.Tensor]], None]
 
 
 class _Awaited(dict[str, nn.Parameter | None]):
-    """A module's parameters by name, in the place of `plain`."""
+    """A module's parameters by name, in the place of `plain`; `awaits` has one for each optimizer
+    whose values are awaited.
+    """
 
-    def __init__(self, plain: dict[str, nn.Parameter | None], await_: Await) -> None:
+    def __init__(self, plain: dict[str, nn.Parameter | None]) -> None:
         super().__init__(plain)
         self.plain = plain
-        self._await = await_
+        self.awaits: list[Await] = []
 
     def all(self) -> None:
         """Wait for all of them."""
-        self._await(each for each in super().values() if each is not None)
+        self._await([each for each in super().values() if each is not None])
+
+    def _await(self, parameters: list[nn.Parameter]) -> None:
+        for await_ in list(self.awaits):  # each goes when it has all of its own
+            await_(parameters)
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         found = super().__getitem__(name)
         if found is not None:
-            self._await((found,))
+            self._await([found])
         return found
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -98,8 +104,11 @@ class AwaitedParameters:
         # Some may have come since the last step.
         self._waiting = [each for each in self._module.modules() if each._parameters]
         for module in self._waiting:
-            # As an attribute it would be looked at by torch, which takes microseconds.
-            vars(module)["_parameters"] = _Awaited(module._parameters, self.wait_for)
+            awaited: Any = module._parameters
+            if not isinstance(awaited, _Awaited):
+                # As an attribute it would be looked at by torch, which takes microseconds.
+                awaited = vars(module)["_parameters"] = _Awaited(awaited)
+            awaited.awaits.append(self.wait_for)
 
     def wait(self) -> None:
         """Wait for all values, and write them."""
@@ -121,7 +130,10 @@ class AwaitedParameters:
         self._places = {}
         for module in self._waiting:
             awaited = module._parameters
-            if isinstance(awaited, _Awaited):
+            if not isinstance(awaited, _Awaited):
+                continue
+            awaited.awaits = [each for each in awaited.awaits if each != self.wait_for]
+            if not awaited.awaits:
                 awaited.plain.clear()
                 awaited.plain.update(awaited)
                 vars(module)["_parameters"] = awaited.plain
