@@ -54,6 +54,8 @@ class CutWire:
         self._peers: dict[socket.socket, socket.socket] = {}
         self._lock = threading.Lock()
         self._left_bytes: int | None = None
+        self._free_bytes: int | None = None
+        self._released = threading.Event()
         self._is_cut = False
         self._is_over = False
         self._thread = threading.Thread(target=self._relay, daemon=True)
@@ -86,6 +88,7 @@ class CutWire:
     def stop(self) -> None:
         """End the thread and every connection."""
         self._is_over = True
+        self.release()
         self._wake.send(b"x")
         self._thread.join()
         self._drop()
@@ -104,11 +107,16 @@ class CutWire:
         with self._lock:
             self._left_bytes = byte_count
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Pass nothing on meanwhile, but for what is being passed on."""
+    def hold_after(self, byte_count: int) -> None:
+        """Pass nothing on, either way, once so many bytes more have come from the server."""
         with self._lock:
-            yield
+            self._free_bytes = byte_count
+
+    def release(self) -> None:
+        """Hold nothing any more."""
+        with self._lock:
+            self._free_bytes = None
+        self._released.set()
 
     def go_on(self) -> None:
         """Cut no more."""
@@ -155,6 +163,12 @@ class CutWire:
                 self._left_bytes -= len(passed)
                 if self._left_bytes <= 0:
                     self._left_bytes, self._is_cut = None, True
+            is_held = False
+            if not is_upstream and self._free_bytes is not None:
+                self._free_bytes -= len(passed)
+                is_held = self._free_bytes <= 0
+        if is_held:
+            self._released.wait()
 
     def _forget(self, *pair: socket.socket) -> None:
         for one in pair:
