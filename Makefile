@@ -49,7 +49,7 @@ demo: $(READY) ## Train a CNN on handwritten digits: 1 scheduler, 2 servers, 2 w
 	$(BIN)/pushpull train examples/digits_cnn.py --workers 2 --servers 2
 
 test: $(READY) ## Run the quick tests, which need pip packages only, on up to four cores
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow' $(FAST_TESTS)
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not thorough' $(FAST_TESTS)
 
 thorough: $(READY) ## Run the tests that take longest, which `make check` leaves out, on up to four cores
 	$(BIN)/python -m pytest $(PARALLEL) -m thorough $(FAST_TESTS)

@@ -125,6 +125,9 @@ where torch's kernels raise; by then an update is in its record and cannot be re
 MAX_INNER_STEP_COUNT = 1_000_000
 """Steps that a worker takes by itself between two pushes."""
 
+MAX_FRAGMENT_COUNT = 1_000
+"""Parts of a table whose blocks are pushed at clocks of their own."""
+
 MAX_CUSTOM_UPDATE_COUNT = 64
 """Custom updates of one server."""
 

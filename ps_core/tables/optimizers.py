@@ -136,7 +136,8 @@ class OptimizerSpec:
 
     CUSTOM runs the servers' update `custom_update` (`ps_core.update_offer`), whose hyperparameters
     the scheduler completes. With `inner_steps` a push is a pseudo-gradient, the distance that so
-    many steps at the worker moved its parameters (SEMANTICS S12); 0: a gradient.
+    many steps at the worker moved its parameters (SEMANTICS S12); 0: a gradient. Above 1,
+    `fragment_count` says that each clock has the blocks of one fragment of so many.
     """
 
     kind: OptimizerKind
@@ -148,6 +149,7 @@ class OptimizerSpec:
     kernels: Kernels = Kernels.FAST
     custom_update: str = ""
     inner_steps: int = 0
+    fragment_count: int = 0
 
     @property
     def state_arrays(self) -> tuple[str, ...]:
@@ -263,6 +265,12 @@ def check_flags(table: str, optimizer: OptimizerSpec) -> None:
         0 <= steps <= most and (not steps or optimizer.kind is OptimizerKind.SGD),
         f"table '{table}': {optimizer.kind.value} with inner_steps {steps}; expected 0 to {most:,} "
         "with sgd, 0 with all others",
+    )
+    count, most = optimizer.fragment_count, limits.MAX_FRAGMENT_COUNT
+    check_config(
+        0 <= count <= most and (count <= 1 or steps > 0),
+        f"table '{table}': fragment_count is {count} with inner_steps {steps}; expected 0 to "
+        f"{most:,} with inner steps, 0 without",
     )
     adaptive = (OptimizerKind.ADAM, OptimizerKind.ADAMW)
     for flag, is_set, kinds in (

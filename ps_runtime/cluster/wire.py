@@ -80,7 +80,9 @@ _OUTCOME_OF = _inverse(_OUTCOMES)
 
 _SESSION = ("cluster_id", "timeline", "node_id", "incarnation", "rank", "run")
 _NODE = ("node_id", "incarnation", "rank", "address", "silence_ms", "run")
-_OPTIMIZER = ("nesterov", "amsgrad", "centered", "maximize", "custom_update", "inner_steps")
+_OPTIMIZER = (
+    "nesterov", "amsgrad", "centered", "maximize", "custom_update", "inner_steps", "fragment_count",
+)  # fmt: skip
 _SPEC = ("name", "element_count", "block_elements", "allow_non_finite", "gate_bytes")
 _ROWS = ("seed", "max_row_count", "evict_after")
 _CHANGE = ("number", "after_clock", "checkpoint", "is_decided")

@@ -557,12 +557,15 @@ class Pulls:
         consistent: bool = False,
         timeout_s: float | None = None,
         at: Moment | None = None,
+        blocks: Container[int] | None = None,
     ) -> PullTicket[Pulled]:
-        """Begin to pull a whole table at this worker's clock into `raw`, 1-D uint8, which the
-        background thread writes until the ticket is done. With `consistent` a reader may name the
-        moment `at`; the ticket ends with AlreadyPast if a range is past it.
+        """Begin to pull a table, or only some of its blocks, at this worker's clock into `raw`, the
+        whole table's memory, 1-D uint8, which the background thread writes until the ticket is
+        done. With `consistent` a reader may name the moment `at`; the ticket ends with AlreadyPast
+        if a range is past it.
         """
         order = self._order(table, raw, None, timeout_s, consistent=consistent)
+        order = replace(order, blocks=blocks)
         if at is not None:
             order = replace(order, clock=at.clock, cut=at.cut, is_reader=False)
         return PullTicket(table.table, self._connection.loop.start(self._engine.pull(order)))

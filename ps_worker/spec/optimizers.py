@@ -360,12 +360,21 @@ class Outer(ServerOptimizer):
         lr: the outer learning rate.
         momentum: the outer momentum.
         nesterov: the outer momentum is Nesterov's.
+        fragments: the parts of the model that take their outer steps in turn, each after
+            `inner_steps`: one every `inner_steps / fragments`. They are its blocks, dealt out. The
+            same at all workers.
+        overlap: the inner steps that a worker takes while an outer step is on its way; then it
+            merges what has come. 0: it waits.
+        elastic: the share of the way to the servers' values that the worker's own parameters go in
+            an outer step; 1: all. Below 1, with `lr` the workers' number times that share and no
+            momentum, this is elastic averaging (EASGD).
 
     Raises:
         InvalidConfig: a number out of bounds, or Nesterov without momentum.
 
     Reference: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models"
-        (2023), algorithm 1.
+        (2023), algorithm 1; and "Streaming DiLoCo with overlapping communication" (2025). Zhang et
+        al., "Deep learning with Elastic Averaging SGD" (2015).
     """
 
     kind: ClassVar[OptimizerKind] = OptimizerKind.SGD
@@ -375,6 +384,9 @@ class Outer(ServerOptimizer):
     lr: float = 0.7
     momentum: float = 0.9
     nesterov: bool = True
+    fragments: int = 1
+    overlap: int = 0
+    elastic: float = 1.0
 
     def __post_init__(self) -> None:
         ServerOptimizer.__post_init__(self)
@@ -383,7 +395,30 @@ class Outer(ServerOptimizer):
             raise InvalidConfig(
                 f"Outer: inner_steps is {steps}; expected a whole number from 1 to {most:,}"
             )
+        count, most = self.fragments, limits.MAX_FRAGMENT_COUNT
+        if not 1 <= count <= most or steps % count:
+            raise InvalidConfig(
+                f"Outer: fragments is {count}; expected 1 to {most:,}, and a divisor of "
+                f"inner_steps, which is {steps}"
+            )
+        if not 0 <= self.overlap < self.steps_per_clock or self.overlap % 1:
+            raise InvalidConfig(
+                f"Outer: overlap is {self.overlap}; expected a whole number from 0 to "
+                f"{self.steps_per_clock - 1}, so that an outer step ends before the next begins"
+            )
+        if not 0.0 < self.elastic <= 1.0:
+            raise InvalidConfig(f"Outer: elastic is {self.elastic}; expected above 0, up to 1")
         SGD(self.lr, self.momentum, nesterov=self.nesterov)
+
+    @property
+    def steps_per_clock(self) -> int:
+        """The inner steps from one outer step to the next, which may be another fragment's."""
+        return self.inner_steps // self.fragments
+
+    @property
+    def merges(self) -> bool:
+        """True if a worker's parameters are not the servers' right after an outer step."""
+        return self.fragments > 1 or self.overlap > 0 or self.elastic < 1.0
 
     def outer_hyperparameters(self, group: Mapping[str, Any]) -> Hyperparameters:
         """The hyperparameters of a group's outer step; raises as `hyperparameters`."""
@@ -393,7 +428,8 @@ class Outer(ServerOptimizer):
     def spec(self, kernels: Kernels = Kernels.FAST) -> OptimizerSpec:
         """The outer optimizer as a table's setting, with the inner steps of each update."""
         sgd = SGD(self.lr, self.momentum, nesterov=self.nesterov).spec(kernels)
-        return replace(sgd, inner_steps=self.inner_steps)
+        count = self.fragments if self.fragments > 1 else 0
+        return replace(sgd, inner_steps=self.steps_per_clock, fragment_count=count)
 
 
 @dataclass(frozen=True, slots=True, init=False)

@@ -17,18 +17,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ps_core.consistency import Mode
+from ps_core.errors import InvalidConfig
 from ps_worker.steps.steps import PushTicket, StepResult
+from ps_worker.training.tables.step_scale import StepScale
 
 if TYPE_CHECKING:
     from ps_worker.steps.steps import TableHandle
     from ps_worker.training.tables.trained_table import TrainedTable
+    from ps_worker.training.trained_model import TrainedModel
     from ps_worker.training.trained_rows import TrainedRows
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -66,6 +71,71 @@ def multiply_gradients(parameters: Iterable[torch.Tensor], factor: float) -> Non
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(factor)
+
+
+def scaled_step(
+    model: TrainedModel, scale: StepScale, groups: Sequence[Mapping[str, Any]]
+) -> StepScale:
+    """The scale for a step's seal, after the loss scale and clipping. What a seal cannot carry is
+    multiplied into the gradients, in place.
+
+    Raises:
+        InvalidConfig: a loss scale under ASP in eager mode, where blocks are applied on arrival.
+    """
+    options = model.options
+    if options.applies_on_arrival and scale != StepScale():
+        raise InvalidConfig(
+            "loss scaling needs steps that count as a whole; expected mode='sealed', got "
+            "'eager' under ASP"
+        )
+    max_norm = options.clip_norm
+    clips = max_norm is not None and (model.inner is None or model.moves)
+    if scale.skip:
+        return replace(scale, clip_scale=1.0 if clips and not model.moves else None)
+    if model.moves:
+        _multiply(model, groups, scale.contribution_scale)
+        scale = StepScale()
+    if max_norm is None or not clips:
+        return scale
+    return _clipped(model, scale, groups, max_norm)
+
+
+def _clipped(
+    model: TrainedModel, scale: StepScale, groups: Sequence[Mapping[str, Any]], max_norm: float
+) -> StepScale:
+    """Clip this worker's own gradients, by their scale if possible, else in place. Under BSP the
+    servers clip the reduced gradient instead; they know the consistency of this clock.
+    """
+    dense = (parameter.grad for group in groups for parameter in group["params"])
+    gradients = [*dense, *(rows.norm_part() for rows in model.rows)]
+    norm, factor = norm_and_factor(gradients, max_norm, scale.contribution_scale)
+    model.gradient_norm = norm
+    if not math.isfinite(norm) and not model.options.allow_non_finite:
+        return StepScale(1.0, True, _not_finite(model, norm), None if model.moves else 1.0)
+    if model.moves:
+        _multiply(model, groups, factor)
+        return scale
+    if scale.contribution_scale * factor > 0.0:
+        return replace(scale, clip_scale=factor)
+    # A seal cannot carry NaN or 0.
+    if any(setting.mode is not Mode.BSP for setting in model.settings()):
+        _multiply(model, groups, factor)
+    return replace(scale, clip_scale=1.0)
+
+
+def _multiply(model: TrainedModel, groups: Sequence[Mapping[str, Any]], factor: float) -> None:
+    """Multiply this worker's own gradients in place."""
+    multiply_gradients((each for group in groups for each in group["params"]), factor)
+    for rows in model.rows:
+        rows.multiply(factor)
+
+
+def _not_finite(model: TrainedModel, norm: float) -> str:
+    """Words for a gradient that is not finite, or for their norm."""
+    found = filter(None, (table.non_finite_gradient() for table in model.tables))
+    words = next(found, "") or model.non_finite_rows()
+    step = f"step {1 + model.clock} of '{model.options.name}'"
+    return words or f"the norm of the gradients is {norm} at {step}"
 
 
 class UpdateScaling:

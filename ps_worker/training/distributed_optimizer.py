@@ -56,7 +56,7 @@ from ps_worker.steps.steps import StepResult
 from ps_worker.training import joining
 from ps_worker.training.among_workers.worker_group import worker_group
 from ps_worker.training.embedding import has_embeddings, owned_rows
-from ps_worker.training.local_optimizer import inner_optimizer, outer_of
+from ps_worker.training.local_optimizer import check_fragments, inner_optimizer, outer_of
 from ps_worker.training.model_pull import known_birth, table_prefix
 from ps_worker.training.module_buffers import BufferTable, buffer_layouts
 from ps_worker.training.optimizer_state import (
@@ -277,6 +277,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._module is not None:
             self._rows.extend(owned_rows(self._module, self._client, self))
             self._model.check_rows_fit(options.consistency)
+        check_fragments(self._model.outer, self.param_groups, options)
         for number in range(len(self.param_groups)):
             self._tables.extend(self._tables_of_group(number))
         if self._module is not None and options.buffers is not None:

@@ -1,16 +1,22 @@
-"""A worker's own torch optimizer, for `Aggregate`, `Add` and `Outer`."""
+"""A worker's own torch optimizer, for `Aggregate`, `Add` and `Outer`; and the pace of `Outer`."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 
 import torch
 
+from ps_core import limits
 from ps_core.errors import InvalidConfig
+from ps_worker.spec.flat_layout import table_layouts
 from ps_worker.spec.optimizers import NAMESAKES, Add, Aggregate, Outer, ServerOptimizer
+from ps_worker.spec.training_options import TrainingOptions
+from ps_worker.steps.inner_steps import InnerSteps
+from ps_worker.training.tables.trained_table import TrainedTable
 
 
 def outer_of(optimizer: ServerOptimizer, inner_steps: int) -> Outer:
@@ -52,6 +58,65 @@ def inner_optimizer(
             "uses one gradient a step"
         )
     return inner
+
+
+def check_fragments(
+    outer: Outer | None, groups: Sequence[Mapping[str, Any]], options: TrainingOptions
+) -> None:
+    """Refuse more fragments than the model has blocks, before its tables are made."""
+    if outer is None or outer.fragments == 1:
+        return
+    size = options.block_elements or limits.DEFAULT_BLOCK_ELEMENTS
+    layouts = (layout for group in groups for layout in table_layouts("", group))
+    count = sum(-(-layout.element_count // size) for layout in layouts)
+    if count < outer.fragments:
+        raise InvalidConfig(
+            f"Outer: fragments is {outer.fragments}, and '{options.name}' has {count} blocks of up "
+            f"to {size:,} elements; expected at most as many fragments, or smaller block_elements"
+        )
+
+
+class OuterSteps:
+    """The outer steps of one model (`Outer`): the blocks that each exchanges, and when the worker
+    merges what has come of them.
+
+    Args:
+        outer: the optimizer; None if it is another, whose every step exchanges all blocks.
+        tables: the owner adds them.
+
+    Attributes:
+        inner: the inner steps since the last outer step.
+    """
+
+    def __init__(self, outer: Outer | None, tables: Sequence[TrainedTable]) -> None:
+        self._outer = outer
+        self._tables = tables
+        self.inner = InnerSteps(1 if outer is None else outer.steps_per_clock)
+
+    def choose(self, clock: int, *, is_whole: bool = False) -> None:
+        """Choose the blocks of the outer step after `clock`; all, if it `is_whole`."""
+        is_merged = self._outer is not None and self._outer.merges and not is_whole
+        first = 0
+        for table in self._tables:
+            table.moves.fragment = None
+            if is_merged:
+                table.moves.choose(clock, first)
+            first += table.handle.table.block_count
+
+    def sealed(self) -> None:
+        """The outer step is sealed. Where only a fragment is, the parameters stay moved."""
+        self.inner.taken = 0
+        self.inner.has_kept = any(table.moves.fragment is not None for table in self._tables)
+
+    @property
+    def is_overlapped(self) -> bool:
+        """True if the worker takes another inner step before it waits for the last outer step."""
+        return self._outer is not None and self.inner.taken < self._outer.overlap
+
+    def merge(self) -> None:
+        """Merge values that have come."""
+        for table in self._tables:
+            table.moves.merge()
 
 
 class StateBefore:

@@ -203,16 +203,19 @@ class InnerStepsState:
         self._model = model
         self._module = module
         self._later: dict[str, Any] = {}  # of tables that are not there yet
+        self._unmerged: dict[str, torch.Tensor | None] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """The number of inner steps, the values of each table, and the buffers; or nothing."""
         model, steps = self._model, self._model.inner_steps
+        model.end_overlapped()
         if not steps.have_moved:
             return {}
         return {
             "taken": steps.taken,
             "has_kept": steps.has_kept,
             "tables": {t.name: t.local_values() for t in model.tables if not t.is_asleep},
+            "unmerged": {t.name: t.moves.unmerged for t in model.tables},
             "buffers": {name: buffer.detach() for name, buffer in self._buffers()},
         }
 
@@ -223,6 +226,7 @@ class InnerStepsState:
         steps = self._model.inner_steps
         steps.taken, steps.has_kept = state["taken"], state["has_kept"]
         self._later = dict(state["tables"])
+        self._unmerged = dict(state.get("unmerged", {}))
         self.take(self._model.tables)
         for name, buffer in self._buffers():
             if name in state["buffers"]:
@@ -234,6 +238,9 @@ class InnerStepsState:
         for table in tables:
             if table.name in self._later:
                 table.load_local(*self._later.pop(table.name))
+            if (measured := self._unmerged.pop(table.name, None)) is not None:
+                self._model.outer_steps.choose(self._model.clock - 1)
+                table.moves.load_unmerged(measured)
 
     def _buffers(self) -> Iterable[tuple[str, torch.Tensor]]:
         return () if self._module is None else persistent_buffers(self._module)

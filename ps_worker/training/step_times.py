@@ -91,7 +91,9 @@ class StepTimes:
             StepLine(
                 clock=max(result.clock for result in results),
                 compute_s=self._computed_s - computed_from_s,
-                send_s=self._sealed_s - self._computed_s,
+                send_s=max(
+                    0.0, self._sealed_s - self._computed_s
+                ),  # it may be an inner step's since
                 commit_s=committed_s - self._sealed_s,
                 read_s=max(0.0, self._ended_s - committed_s),
                 staleness=max(result.staleness for result in results),

@@ -15,7 +15,6 @@ Rules:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,19 +33,13 @@ from ps_worker.spec.optimizers import (
     hyperparameters_of,
 )
 from ps_worker.spec.training_options import TrainingOptions
-from ps_worker.steps.inner_steps import InnerSteps
 from ps_worker.steps.steps import Pulled, PushTicket, StepResult, TableHandle
 from ps_worker.training.among_workers.worker_group import WorkerGroup
-from ps_worker.training.clipping import (
-    UpdateScaling,
-    multiply_gradients,
-    norm_and_factor,
-    scaled_updates,
-)
+from ps_worker.training.clipping import UpdateScaling, scaled_step, scaled_updates
 from ps_worker.training.common_model import CommonModel
 from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.joining import ModelJoin, clocks_to_pass
-from ps_worker.training.local_optimizer import StateBefore
+from ps_worker.training.local_optimizer import OuterSteps, StateBefore
 from ps_worker.training.model_pull import birth_clock
 from ps_worker.training.module_buffers import BufferTable
 from ps_worker.training.planned_edits import (
@@ -101,7 +94,7 @@ class TrainedModel:
         tables, buffers, rows: the owner adds them.
         group: the workers that push and pull as one; the owner sets it.
         inner: the local optimizer of `Aggregate`, `Add` and `Outer`; the owner sets it.
-        inner_steps: its steps since the last outer step (`Outer`).
+        outer_steps: those of `Outer`.
         results: the results of the last step, by table that is awake; empty if it was skipped.
         row_results: likewise, of embedding tables.
         gradient_norm: the norm that the last step was clipped by; None without clipping.
@@ -127,7 +120,8 @@ class TrainedModel:
         self.loaded: LoadedState | None = None
         self.adds = isinstance(optimizer, Add)
         self.outer = optimizer if isinstance(optimizer, Outer) else None
-        self.inner_steps = InnerSteps(1 if self.outer is None else self.outer.inner_steps)
+        self.outer_steps = OuterSteps(self.outer, self.tables)
+        self.inner_steps = self.outer_steps.inner
         self.are_replayed = False
         self.awaited = AwaitedParameters(None)
         self._client = client
@@ -222,6 +216,7 @@ class TrainedModel:
     def synchronize(self, groups: Groups, timeout_s: float | None) -> None:
         """As `DistributedOptimizer.synchronize`; resumes a call that was interrupted."""
         self.end_step()
+        self.end_overlapped()
         if not self._common.is_interrupted:
             self._wait_pending()
             if self.options.applies_on_arrival and any(
@@ -233,6 +228,8 @@ class TrainedModel:
                 )
             if self.inner_steps.have_moved:
                 with uninterrupted():
+                    self.outer_steps.merge()
+                    self.outer_steps.choose(self.clock, is_whole=True)
                     self._sealed = self._seal(groups, StepScale(), None)
                 self.results = self._end(self._sealed)
         self._common.meet(timeout_s, is_pulled=not self.aggregates)
@@ -293,14 +290,25 @@ class TrainedModel:
         """
         if self.group.has_begun:
             self.results = self._step(self._groups, StepScale())
-        self._end_sealed()
+        if not self._is_overlapped:
+            self.end_overlapped()
         if awaits_values:
             self.awaited.wait()
 
-    def _end_sealed(self) -> None:
+    def end_overlapped(self) -> None:
+        """As `end_step`, also of an outer step that is on its way while inner steps are taken; its
+        values wait for their merge.
+        """
         if self._sealed is not None:
             self._sealed.problem = ""
             self.results = self._end(self._sealed)
+
+    @property
+    def _is_overlapped(self) -> bool:
+        """True if inner steps are taken while the last outer step is on its way."""
+        sealed = self._sealed
+        is_taken_over = sealed is not None and not (sealed.is_skipped or sealed.is_edit)
+        return is_taken_over and self.outer_steps.is_overlapped
 
     def push_rows_ahead(self) -> None:
         """Push the gradients of rows, while it is not known yet whether the next `step` skips. Only
@@ -360,7 +368,7 @@ class TrainedModel:
     def _rejected(self) -> dict[TrainedTable, tuple[int, ...]]:
         return {table: end.rejected for table, end in self.results.items() if end.rejected}
 
-    def _settings(self) -> Iterator[Consistency]:
+    def settings(self) -> Iterator[Consistency]:
         """The newest settings of all tables, which other clients may have changed."""
         return (self._client.consistency_of(part.handle) for part in self._parts)
 
@@ -368,13 +376,13 @@ class TrainedModel:
         """False under BSP, where a step of some blocks would count as a whole one."""
         if self.moves and before is None:
             return False
-        return all(setting.mode is not Mode.BSP for setting in self._settings())
+        return all(setting.mode is not Mode.BSP for setting in self.settings())
 
     def _state_before(self) -> StateBefore | None:
         """ADD: the state that the local optimizer may have to return to."""
         if self.inner is None or not self.adds or not self.options.recompute:
             return None
-        rejects = any(setting.policy is StalePolicy.REJECT for setting in self._settings())
+        rejects = any(setting.policy is StalePolicy.REJECT for setting in self.settings())
         return StateBefore(self.inner) if rejects else None
 
     @torch.no_grad()
@@ -386,13 +394,13 @@ class TrainedModel:
         meanwhile: Callable[[], object] | None = None,
     ) -> dict[TrainedTable, StepResult]:
         """Take one step; returns its results by table that is awake, none if it was skipped."""
-        self._end_sealed()
-        self.awaited.wait()
+        self.end_step()
         self._groups = groups
         self.row_results = []
         self._times.computed(1 + self.inner_steps.at(self.clock))
         self._common.go_on()
-        self._wait_pending()
+        if self._sealed is None:
+            self._wait_pending()
         for table in self.tables:
             table.check_dtype()
         scale = self.group.reduced(self.tables, scale)
@@ -401,15 +409,20 @@ class TrainedModel:
             if self.outer is not None:
                 self._take_inner_step(groups, scale)
                 scale = StepScale()
-            is_due = self.outer is None or self.inner_steps.are_all_taken
-            sealed = self._sealed = self._seal(groups, scale, before) if is_due else None
+            if self.outer is None or self.inner_steps.are_all_taken:
+                self.outer_steps.choose(self.clock)
+                self._sealed = self._seal(groups, scale, before)
+            elif self._sealed is not None:
+                self._sealed.has_gradients = False  # the inner step has taken them
             self.group.sealed()
-        if sealed is None:
+        if self._sealed is None or self._is_overlapped:
+            if not self.outer_steps.is_overlapped:
+                self.outer_steps.merge()
             self._times.inner_ended(self.clock)
             return {}
         if meanwhile is not None:
             meanwhile()
-        return self._end(sealed)
+        return self._end(self._sealed)
 
     def _take_inner_step(self, groups: Groups, scale: StepScale) -> None:
         """OUTER: a step of the local optimizer. It counts if mixed precision skips it, so that
@@ -418,7 +431,7 @@ class TrainedModel:
         """
         for table in self.tables:
             self.hyperparameters(table, groups)
-        scale = self._scaled(scale, groups)
+        scale = scaled_step(self, scale, groups)
         if scale.problem:
             raise InvalidTensor(f"{scale.problem}; expected finite values. No step was taken")
         if self.inner is not None and not scale.skip:
@@ -570,7 +583,7 @@ class TrainedModel:
         for rows in self.rows:
             rows.begin_step(has_gradients=not is_round)
         if self.outer is None:
-            scale = self._scaled(scale, groups)
+            scale = scaled_step(self, scale, groups)
         if self.options.is_eager:
             for table, hyperparameters in awake.items():
                 table.check_final(hyperparameters)
@@ -587,7 +600,7 @@ class TrainedModel:
             tickets = {}
             # A graph's replay would not wait, and who was left out learns that by its pull.
             is_awaited = self.awaited.is_on and not (skip or self.are_replayed)
-            is_awaited &= not any(setting.backup_workers for setting in self._settings())
+            is_awaited &= not any(setting.backup_workers for setting in self.settings())
             for table, hyperparameters in awake.items():
                 is_skipped = skip or not table.takes_part
                 tickets[table] = table.seal(
@@ -596,7 +609,7 @@ class TrainedModel:
             row_steps = []
             if not is_round:
                 row_steps = [(rows, rows.seal(scale, skip=skip)) for rows in self.rows]
-        self.inner_steps.taken, self.inner_steps.has_kept = 0, False
+        self.outer_steps.sealed()
         max_norm = None if skip or scale.clip_scale is None else self.options.clip_norm
         scaling = scaled_updates([*tickets.items(), *row_steps], max_norm)
         if is_round:
@@ -711,13 +724,17 @@ class TrainedModel:
         """
         is_taken = sealed.refused is None and not sealed.problem and not sealed.is_staged
         for table in sealed.tickets:
-            if not self.aggregates:
+            is_pushed = not (sealed.is_skipped or sealed.is_edit)
+            if self.aggregates:
+                if table in sealed.pulled:
+                    table.write_gradients(sealed.pulled[table])
+            elif table.moves.fragment is None or not is_pushed:
                 table.write_parameters(() if is_taken else sealed.edited.get(table, ()))
-            elif table in sealed.pulled:
-                table.write_gradients(sealed.pulled[table])
-            if self.outer is not None and not (sealed.is_skipped or sealed.is_edit):
-                is_moved = table.move_again(sealed.tickets[table].future.result())
+            if self.outer is not None and is_pushed:
+                is_moved = table.take_result(sealed.tickets[table].future.result())
                 self.inner_steps.has_kept |= is_moved
+        if not self.outer_steps.is_overlapped:
+            self.outer_steps.merge()
         if self.inner is not None and self.aggregates and not sealed.is_taken_over:
             if self.options.clip_norm is not None:  # a norm that is not finite makes them NaN
                 trained = _parameters(self.inner.param_groups)
@@ -726,62 +743,9 @@ class TrainedModel:
             self.inner.step()
         sealed.is_taken_over = True
 
-    # --- the scale of gradients
-
-    def _scaled(self, scale: StepScale, groups: Groups) -> StepScale:
-        """The scale for the seal, after the loss scale and clipping."""
-        if self.options.applies_on_arrival and scale != StepScale():
-            raise InvalidConfig(
-                "loss scaling needs steps that count as a whole; expected mode='sealed', got "
-                "'eager' under ASP"
-            )
-        max_norm = self.options.clip_norm
-        clips = max_norm is not None and (self.inner is None or self.moves)
-        if scale.skip:
-            return replace(scale, clip_scale=1.0 if clips and not self.moves else None)
-        if self.moves:
-            self._multiply(groups, scale.contribution_scale)
-            scale = StepScale()
-        if max_norm is None or not clips:
-            return scale
-        return self._clipped(scale, groups, max_norm)
-
-    def _clipped(self, scale: StepScale, groups: Groups, max_norm: float) -> StepScale:
-        """Clip this worker's own gradients, by their scale if possible, else in place. Under BSP
-        the servers clip the reduced gradient instead; they know the consistency of this clock.
-        """
-        dense = (parameter.grad for parameter in _parameters(groups))
-        gradients = [*dense, *(rows.norm_part() for rows in self.rows)]
-        norm, factor = norm_and_factor(gradients, max_norm, scale.contribution_scale)
-        self.gradient_norm = norm
-        if not math.isfinite(norm) and not self.options.allow_non_finite:
-            problem = self._not_finite_words(norm)
-            return StepScale(1.0, True, problem, None if self.moves else 1.0)
-        if self.moves:
-            self._multiply(groups, factor)
-            return scale
-        if scale.contribution_scale * factor > 0.0:
-            return replace(scale, clip_scale=factor)
-        # A seal cannot carry NaN or 0.
-        if any(setting.mode is not Mode.BSP for setting in self._settings()):
-            self._multiply(groups, factor)
-        return replace(scale, clip_scale=1.0)
-
-    def _multiply(self, groups: Groups, factor: float) -> None:
-        """Multiply this worker's own gradients in place."""
-        multiply_gradients(_parameters(groups), factor)
-        for rows in self.rows:
-            rows.multiply(factor)
-
     def non_finite_rows(self) -> str:
         """Words for a gradient of rows with an infinity or a NaN; empty without one."""
         return next((words for rows in self.rows if (words := rows.non_finite())), "")
-
-    def _not_finite_words(self, norm: float) -> str:
-        found = filter(None, (table.non_finite_gradient() for table in self.tables))
-        step = f"step {1 + self.clock} of '{self.options.name}'"
-        words = next(found, "") or self.non_finite_rows()
-        return words or f"the norm of the gradients is {norm} at {step}"
 
 
 def _finished(table: TrainedTable, sealed: _SealedStep) -> Pulled | None:

@@ -102,6 +102,8 @@ class PullOrder:
     """The ids to pull of a table of rows; `raw` has their rows in this order."""
     encoding: Codec | None = None
     """The codec of the answers; None: that of `raw`."""
+    blocks: Container[int] | None = None
+    """The blocks to pull, of those in the region; None: all."""
 
     def length_of(self, block: int) -> int:
         """The elements that the answer has of a block."""
@@ -222,10 +224,11 @@ class Puller:
         by_range = self.blocks_by_range(order.table)
         inside: Container[int]
         inside = blocks_of(order.table, order.region) if order.ids is None else order.ids.spans
+        chosen = inside if order.blocks is None else order.blocks
         wanted = {
             range_id: found
             for range_id, blocks in by_range.items()
-            if (found := {block for block in blocks if block in inside})
+            if (found := {block for block in blocks if block in inside and block in chosen})
         }
         counts = {range_id: len(blocks) for range_id, blocks in by_range.items()}
         return _PullProgress(order, wanted, counts)

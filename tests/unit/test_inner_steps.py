@@ -110,7 +110,7 @@ def test_blocks_that_the_servers_did_not_take_stay_moved(
     if codec == "int8":
         table.handle.steps.residuals = object()  # type: ignore[assignment]
     table.write_parameters()
-    table.move_again(StepResult(1, True, 0, **result))
+    table.take_result(StepResult(1, True, 0, **result))
     (entry,) = table.layout.placed
     assert entry.tensor.view(2, 64).eq(torch.tensor(expected)[:, None]).all()
     assert bool(table.edited()) == any(expected), "it is in the next pseudo-gradient"

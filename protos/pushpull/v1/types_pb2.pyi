@@ -231,7 +231,7 @@ class Hyperparameter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
 
 class OptimizerSpec(_message.Message):
-    __slots__ = ("kind", "hyperparameters", "nesterov", "amsgrad", "centered", "maximize", "kernels", "custom_update", "inner_steps")
+    __slots__ = ("kind", "hyperparameters", "nesterov", "amsgrad", "centered", "maximize", "kernels", "custom_update", "inner_steps", "fragment_count")
     KIND_FIELD_NUMBER: _ClassVar[int]
     HYPERPARAMETERS_FIELD_NUMBER: _ClassVar[int]
     NESTEROV_FIELD_NUMBER: _ClassVar[int]
@@ -241,6 +241,7 @@ class OptimizerSpec(_message.Message):
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     CUSTOM_UPDATE_FIELD_NUMBER: _ClassVar[int]
     INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_COUNT_FIELD_NUMBER: _ClassVar[int]
     kind: OptimizerKind
     hyperparameters: _containers.RepeatedCompositeFieldContainer[Hyperparameter]
     nesterov: bool
@@ -250,7 +251,8 @@ class OptimizerSpec(_message.Message):
     kernels: KernelKind
     custom_update: str
     inner_steps: int
-    def __init__(self, kind: _Optional[_Union[OptimizerKind, str]] = ..., hyperparameters: _Optional[_Iterable[_Union[Hyperparameter, _Mapping]]] = ..., nesterov: _Optional[bool] = ..., amsgrad: _Optional[bool] = ..., centered: _Optional[bool] = ..., maximize: _Optional[bool] = ..., kernels: _Optional[_Union[KernelKind, str]] = ..., custom_update: _Optional[str] = ..., inner_steps: _Optional[int] = ...) -> None: ...
+    fragment_count: int
+    def __init__(self, kind: _Optional[_Union[OptimizerKind, str]] = ..., hyperparameters: _Optional[_Iterable[_Union[Hyperparameter, _Mapping]]] = ..., nesterov: _Optional[bool] = ..., amsgrad: _Optional[bool] = ..., centered: _Optional[bool] = ..., maximize: _Optional[bool] = ..., kernels: _Optional[_Union[KernelKind, str]] = ..., custom_update: _Optional[str] = ..., inner_steps: _Optional[int] = ..., fragment_count: _Optional[int] = ...) -> None: ...
 
 class BulkSynchronous(_message.Message):
     __slots__ = ("backup_workers", "grace_ms")

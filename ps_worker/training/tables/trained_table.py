@@ -34,6 +34,7 @@ from ps_worker.training.tables.device_copies import Arrival, from_host
 from ps_worker.training.tables.edits import WrittenValues
 from ps_worker.training.tables.inspection import is_finite, non_finite, true_numbers
 from ps_worker.training.tables.landings import LANDINGS
+from ps_worker.training.tables.local_moves import LocalMoves
 from ps_worker.training.tables.staging import FlatBuffer, GradientStaging, blocks_in
 from ps_worker.training.tables.step_scale import StepScale
 
@@ -90,12 +91,13 @@ class TrainedTable:
         self._client = client
         self._options = options
         self._is_outer = isinstance(optimizer, Outer)
-        self._moves = self._is_outer or isinstance(optimizer, Add)
+        self._pushes_moves = self._is_outer or isinstance(optimizer, Add)
         self._eager: Hyperparameters | None = None
         self._was_skipped = False
         self._received = FlatBuffer(layout, is_pinned=not layout.is_frozen)
         self._written = WrittenValues(layout, self._received)
         self._awaited = AwaitedValues(client, self.handle, layout, self._received, self._written)
+        self.moves = LocalMoves(self.handle.table, layout, self._received, optimizer)
         self._edit: FlatBuffer | None = None
         self._look_count = 0
         self._arrivals: list[Arrival] = []
@@ -105,10 +107,10 @@ class TrainedTable:
         self._lock = threading.RLock()
         self._is_ended = False  # the step is, so nothing leaves until the next one begins
         self._landing_terms: Hyperparameters = ()
-        self._moved: FlatBuffer | None = None
         self._only: frozenset[int] | None = None
         self.pending = PendingTickets(client)
         self._pull: PullTicket[Pulled] | None = None
+        self._pulled_blocks: range | None = None
 
     @property
     def name(self) -> str:
@@ -286,7 +288,7 @@ class TrainedTable:
             ticket = self._client.tables.begin_step(self.handle).edit(blocks, name, array)
             self.pending.add(ticket)
             self._is_ended = True
-        self._begin_result()
+        self._begin_result(None)
         return ticket
 
     def start_state_pull(self, array: str, values: torch.Tensor) -> PullTicket[Pulled]:
@@ -322,7 +324,7 @@ class TrainedTable:
         """
         if self.is_followed or not self.takes_part:
             return None
-        if self._moves:
+        if self._pushes_moves:
             return self._push_moved()
         with self._lock:
             return self._push_staged(hyperparameters)
@@ -342,23 +344,16 @@ class TrainedTable:
         """ADD: push the parameters' distance from the last pull; OUTER: its opposite, which is a
         gradient's direction. Returns as `push_rest`.
         """
-        if self._moved is None:
-            self._moved = FlatBuffer(
-                self.layout, is_shared=self._client.connection.may_share_memory
-            )
         for arrival in self._arrivals:
             arrival.synchronize()
-        placed, pulled_views = self.layout.placed, self._received.views
-        for entry, view, pulled in zip(placed, self._moved.views, pulled_views, strict=True):
-            view.copy_(entry.tensor.detach())
-            if self._is_outer:
-                torch.sub(pulled, view, out=view)
-            else:
-                view.sub_(pulled)
-            if not self._options.allow_non_finite and not is_finite(view):
-                what = "pseudo-gradient" if self._is_outer else "gradient"
-                return self.not_finite(entry.name, what)
-        blocks = blocks_in(self.handle.table, self._moved.values)
+        bad = self.moves.measure(
+            is_shared=self._client.connection.may_share_memory,
+            may_be_infinite=self._options.allow_non_finite,
+        )
+        if bad is not None:
+            what = "pseudo-gradient" if self._is_outer else "gradient"
+            return self.not_finite(bad.name, what)
+        blocks = self.moves.blocks()
         if self._only is not None:
             blocks = (each for each in blocks if each.block in self._only)
         self._client.tables.begin_step(self.handle).push_blocks(blocks)
@@ -407,20 +402,21 @@ class TrainedTable:
             self._prepare_pull()
             self.pending.add(self._awaited.begin())
         else:
-            self._begin_result()
+            self._begin_result(self.moves.fragment)
         return ticket
 
-    def _begin_result(self) -> None:
+    def _begin_result(self, blocks: range | None) -> None:
         """Begin to pull the result of a step, unless another worker does."""
         if self.is_followed:
             self._prepare_pull()
         else:
-            self.begin_pull()
+            self.begin_pull(blocks)
 
-    def begin_pull(self) -> None:
-        """Begin to pull the table at this worker's clock; `finish` waits."""
+    def begin_pull(self, blocks: range | None = None) -> None:
+        """Begin to pull the table, or some blocks, at this worker's clock; `finish` waits."""
         self._prepare_pull()
-        self._pull = self._client.pulls.start(self.handle, self._received.raw)
+        self._pulled_blocks = blocks
+        self._pull = self._client.pulls.start(self.handle, self._received.raw, blocks=blocks)
         self.pending.add(self._pull)
 
     def _prepare_pull(self) -> None:
@@ -459,7 +455,7 @@ class TrainedTable:
         After an error, a later call waits for the rest.
         """
         if self._pull is not None and self._pull.has_expired:
-            self.begin_pull()
+            self.begin_pull(self._pulled_blocks)
         pull = self._pull
         self.wait_pending()
         return None if pull is None else pull.future.result()
@@ -493,22 +489,19 @@ class TrainedTable:
             self._arrivals = from_host(moves)
         self._written.wrote_all(but)
 
-    def move_again(self, result: StepResult) -> bool:
+    def take_result(self, result: StepResult) -> bool:
         """OUTER: keep how far inner steps moved the parameters in blocks that the servers did not
-        take; the next outer step pushes that. Returns True if there are any.
+        take; the next outer step pushes that. Returns True if there are any. The values of a
+        fragment wait for `moves.merge`.
         """
         blocks = set(result.rejected)
         if self.handle.steps.residuals is None:  # else the codec brings what was discarded
             blocks.update(result.discarded_blocks)
-        if self._moved is None or not blocks:
-            return False
-        kept, size = torch.zeros_like(self._moved.values), self.handle.spec.block_elements
-        for start in (block * size for block in blocks):
-            kept[start : start + size] = self._moved.values[start : start + size]
-        with torch.no_grad():
-            for entry, view in zip(self.layout.placed, self.layout.views(kept), strict=True):
-                entry.tensor.sub_(view.to(entry.tensor.device))
-        return True
+        if self.moves.fragment is not None:
+            self.moves.arrived(blocks)
+        elif blocks:
+            self.moves.move_again(blocks)
+        return bool(blocks)
 
     def local_values(self) -> tuple[torch.Tensor, torch.Tensor]:
         """OUTER: the values that were pulled last, and those of the parameters: all elements of the
