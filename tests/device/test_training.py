@@ -72,14 +72,22 @@ def test_sgd_gives_the_bits_that_it_gives_on_the_cpu(
         pair.check_bits(step)
 
 
+@pytest.mark.parametrize(
+    ("parts", "saved_at"),
+    [
+        ({"inner_steps": 2}, 4),
+        ({"inner_steps": 4, "fragments": 2, "overlap": 1}, 3),  # an outer step is on its way
+        ({"inner_steps": 2, "elastic": 0.5}, 3),
+    ],
+)
 def test_outer_steps_give_the_bits_that_they_give_on_the_cpu(
-    client: ps.Client, device: torch.device, name: str
+    client: ps.Client, device: torch.device, name: str, parts: dict[str, Any], saved_at: int
 ) -> None:
     """Also if what inner steps have done there is saved, overwritten and loaded."""
-    outer = ps.Outer(partial(torch.optim.SGD, lr=0.5), inner_steps=2, lr=0.5, momentum=0.5)
+    outer = ps.Outer(partial(torch.optim.SGD, lr=0.5), lr=0.5, momentum=0.5, **parts)
     models = [seeded(partial(Counting, 12, (3, 20))).to(each) for each in (device, CPU)]
     optimizers = [
-        ps.DistributedOptimizer(client, model, outer, name=f"{name}-{number}")
+        ps.DistributedOptimizer(client, model, outer, name=f"{name}-{number}", block_elements=64)
         for number, model in enumerate(models)
     ]
     state = InnerStepsState(optimizers[0].trained_model, None)
@@ -88,7 +96,7 @@ def test_outer_steps_give_the_bits_that_they_give_on_the_cpu(
             optimizer.zero_grad()
             model(x.to(next(model.parameters()).device)).backward()
             optimizer.step()
-        if step == 4:
+        if step == saved_at:
             saved = copy.deepcopy(state.state_dict())
             with torch.no_grad():
                 for parameter in models[0].parameters():
