@@ -21,19 +21,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ps_core.consistency import Mode
+from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidConfig
+from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.steps import PushTicket, StepResult
 from ps_worker.training.tables.step_scale import StepScale
 
 if TYPE_CHECKING:
     from ps_worker.steps.steps import TableHandle
     from ps_worker.training.tables.trained_table import TrainedTable
-    from ps_worker.training.trained_model import TrainedModel
     from ps_worker.training.trained_rows import TrainedRows
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -73,8 +73,28 @@ def multiply_gradients(parameters: Iterable[torch.Tensor], factor: float) -> Non
             parameter.grad.mul_(factor)
 
 
+class ClippedModel(Protocol):
+    """The parts of a `TrainedModel` that its gradients' scale depends on."""
+
+    options: TrainingOptions
+    tables: list[TrainedTable]
+    rows: list[TrainedRows]
+    inner: torch.optim.Optimizer | None
+    gradient_norm: float | None
+
+    @property
+    def moves(self) -> bool: ...
+
+    @property
+    def clock(self) -> int: ...
+
+    def settings(self) -> Iterable[Consistency]: ...
+
+    def non_finite_rows(self) -> str: ...
+
+
 def scaled_step(
-    model: TrainedModel, scale: StepScale, groups: Sequence[Mapping[str, Any]]
+    model: ClippedModel, scale: StepScale, groups: Sequence[Mapping[str, Any]]
 ) -> StepScale:
     """The scale for a step's seal, after the loss scale and clipping. What a seal cannot carry is
     multiplied into the gradients, in place.
@@ -101,7 +121,7 @@ def scaled_step(
 
 
 def _clipped(
-    model: TrainedModel, scale: StepScale, groups: Sequence[Mapping[str, Any]], max_norm: float
+    model: ClippedModel, scale: StepScale, groups: Sequence[Mapping[str, Any]], max_norm: float
 ) -> StepScale:
     """Clip this worker's own gradients, by their scale if possible, else in place. Under BSP the
     servers clip the reduced gradient instead; they know the consistency of this clock.
@@ -123,14 +143,14 @@ def _clipped(
     return replace(scale, clip_scale=1.0)
 
 
-def _multiply(model: TrainedModel, groups: Sequence[Mapping[str, Any]], factor: float) -> None:
+def _multiply(model: ClippedModel, groups: Sequence[Mapping[str, Any]], factor: float) -> None:
     """Multiply this worker's own gradients in place."""
     multiply_gradients((each for group in groups for each in group["params"]), factor)
     for rows in model.rows:
         rows.multiply(factor)
 
 
-def _not_finite(model: TrainedModel, norm: float) -> str:
+def _not_finite(model: ClippedModel, norm: float) -> str:
     """Words for a gradient that is not finite, or for their norm."""
     found = filter(None, (table.non_finite_gradient() for table in model.tables))
     words = next(found, "") or model.non_finite_rows()

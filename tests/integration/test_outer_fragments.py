@@ -171,7 +171,7 @@ def test_parameters_in_another_memory_format_and_several_tables(workers: list[ps
     def work(client: ps.Client, name: str) -> list[list[float]]:
         image = nn.Parameter(torch.zeros(2, 4, 4, 4).to(memory_format=torch.channels_last))
         other = nn.Parameter(torch.zeros(64))
-        groups = [{"params": [image]}, {"params": [other], "lr": 2.0}]
+        groups: list[dict[str, Any]] = [{"params": [image]}, {"params": [other], "lr": 2.0}]
         optimizer = ps.DistributedOptimizer(
             client, groups, outer, name=name, block_elements=64, kernels="exact"
         )
