@@ -373,3 +373,98 @@ def test_more_fragments_than_blocks_are_refused(workers: list[ps.Client]) -> Non
     outer = ps.Outer(ADAMW, inner_steps=6, fragments=6)
     with pytest.raises(ps.InvalidConfig, match=r"fragments is 6, and .* has 5 blocks of up to 128"):
         Trainer(workers[0], new_name(), outer)
+
+
+# --- beside other features
+
+
+@pytest.mark.parametrize("codec", ["int8", "topk:0.2"])
+def test_fragments_in_fewer_bits_train_as_well(workers: list[ps.Client], codec: str) -> None:
+    """What a codec leaves of a block comes with the block's next outer step."""
+    outer = ps.Outer(partial(torch.optim.SGD, lr=0.2), 6, momentum=0.5, fragments=2, overlap=1)
+
+    def loss(codec: str) -> float:
+        run = partial(train, name=new_name(), outer=outer, steps=120, push_codec=codec)
+        trainer = together(workers, run)[0]
+        with torch.no_grad():
+            return float(trainer.model.loss(0, 10_000))
+
+    first = float(Quadratic().loss(0, 10_000).detach())
+    plain = loss("none")
+    assert plain < first / 50
+    assert loss(codec) < 1.5 * plain
+
+
+def test_a_live_change_of_consistency_and_a_group_that_is_added(workers: list[ps.Client]) -> None:
+    """While an outer step is on its way: both workers go on, and end with one model."""
+
+    def work(client: ps.Client, name: str) -> Values:
+        trainer = train(client, name, OVERLAPPED, 4)  # the first outer step is on its way
+        late = nn.Parameter(torch.full((3 * BLOCK,), float(client.rank)))
+        trainer.optimizer.add_param_group({"params": [late]})
+        assert late.detach().eq(0.0).all(), "rank 0's"
+        for consistency in ("ssp:2", "bsp"):
+            trainer.optimizer.set_consistency(consistency)
+            for _ in range(7):
+                trainer.optimizer.zero_grad()
+                loss = trainer.model.loss(client.rank, trainer.step_count)
+                (loss + (late - 1).square().sum() / 8).backward()
+                trainer.optimizer.step()
+                trainer.step_count += 1
+        trainer.optimizer.synchronize()
+        assert 0.0 < float(late.detach().mean()) < 1.5
+        return [*values_of(trainer.model), late.detach().clone()]
+
+    first, second = together(workers, partial(work, name=new_name()))
+    assert is_same(first, second)
+
+
+def test_a_script_that_ends_while_an_outer_step_is_on_its_way_holds_nobody() -> None:
+    with ps.local_cluster(servers=1, workers=WORKERS) as cluster:
+
+        def work(rank: int) -> float:
+            with ps.connect(cluster.address, rank=rank, request_deadline_s=30.0) as client:
+                train(client, "model", OVERLAPPED, 3 if rank else 12)
+            return 1.0
+
+        assert together([0, 1], work) == [1.0, 1.0]  # type: ignore[list-item]
+
+
+def test_a_wait_that_expires_is_taken_up_again() -> None:
+    """The inner step was taken before the wait, and its gradients are not applied twice."""
+    outer = ps.Outer(SGD, 2, lr=1.0, momentum=0.0, nesterov=False, overlap=1)
+    models = [nn.Linear(100, 1, bias=False) for _ in range(WORKERS)]
+    for model in models:
+        nn.init.zeros_(model.weight)
+
+    def backward(rank: int) -> None:
+        optimizers[rank].zero_grad()
+        models[rank].weight.sum().backward()
+
+    with (
+        ps.local_cluster(servers=1, workers=WORKERS) as cluster,
+        ps.connect(cluster.address, rank=0, request_deadline_s=1.0) as first,
+        ps.connect(cluster.address, rank=1) as second,
+    ):
+        optimizers = [
+            ps.DistributedOptimizer(client, model, outer, name="model")
+            for client, model in zip((first, second), models, strict=True)
+        ]
+        for _ in range(2):
+            backward(0)
+            optimizers[0].step()
+        backward(0)
+        for _ in range(2):
+            with pytest.raises(ps.WaitExpired, match="worker 1"):
+                optimizers[0].step()
+            assert models[0].weight.eq(-3.0).all()
+        for _ in range(2):
+            backward(1)
+            optimizers[1].step()
+        optimizers[0].step()
+        assert optimizers[0].clock == 1
+        assert models[0].weight.eq(-3.0).all()
+        backward(1)
+        optimizers[1].step()
+        together([first, second], lambda client: optimizers[client.rank].synchronize())
+        assert all(model.weight.eq(-3.0).all() for model in models)
