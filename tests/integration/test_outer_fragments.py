@@ -170,7 +170,7 @@ def test_parameters_in_another_memory_format_and_several_tables(workers: list[ps
     outer = ps.Outer(sgd, 4, lr=1.0, momentum=0.0, nesterov=False, fragments=2)
 
     def work(client: ps.Client, name: str) -> list[list[float]]:
-        image = nn.Parameter(torch.zeros(2, 4, 4, 4).to(memory_format=torch.channels_last))
+        image = nn.Parameter(torch.zeros(3, 4, 4, 4).to(memory_format=torch.channels_last))
         other = nn.Parameter(torch.zeros(64))
         groups: list[dict[str, Any]] = [{"params": [image]}, {"params": [other], "lr": 2.0}]
         optimizer = ps.DistributedOptimizer(
@@ -179,19 +179,20 @@ def test_parameters_in_another_memory_format_and_several_tables(workers: list[ps
         seen = []
         for _ in range(6):
             optimizer.zero_grad()
-            weight = torch.arange(128.0).view(2, 4, 4, 4) * (1 + client.rank)
-            ((image * weight).sum() + other.sum()).backward()
+            weight = torch.arange(192.0).view(3, 4, 4, 4) * (1 + client.rank)
+            ((image * weight).sum() + other.sum() * (1 + client.rank)).backward()
             optimizer.step()
             flat = image.detach().reshape(-1)
             seen.append([float(flat[1]), float(flat[65]), float(other.detach()[0])])
         return seen
 
     first, second = together(workers, partial(work, name=new_name()))
-    # Block 0 and the second table's are averaged at steps 2 and 6, block 1 at step 4.
+    # Block 0 is averaged at steps 2 and 6; block 1, and 3 in the second table, at step 4.
     assert [row[0] for row in first] == [-1, -3, -4, -5, -6, -9]
     assert [row[0] for row in second] == [-2, -3, -5, -7, -9, -9]
     assert [row[1] / 65 for row in first] == [-1, -2, -3, -6, -7, -8]
-    assert [row[2] for row in first] == [row[2] for row in second] == [-2, -4, -6, -8, -10, -12]
+    assert [row[2] for row in first] == [-2, -4, -6, -12, -14, -16]
+    assert [row[2] for row in second] == [-4, -8, -12, -12, -16, -20]
     assert first[5][0] == second[5][0]
 
 
