@@ -20,12 +20,14 @@ from ps_core.cluster_view import Session
 from ps_core.consistency import Consistency, parsed
 from ps_core.errors import InvalidConfig
 from ps_core.manifest import DataSetSpec
+from ps_worker.client.adaptive_batches import AdaptiveBatches
 from ps_worker.client.checkpoints import ClientCheckpoints
 from ps_worker.client.collectives import CollectiveCalls
 from ps_worker.client.connection import ClientConnection, Ticket
 from ps_worker.client.data_shards import DataShards
 from ps_worker.client.open_clients import OPEN, has_worker
 from ps_worker.client.tables import ClientTables, Pulls
+from ps_worker.spec.batch_sizes import BatchSpec
 from ps_worker.spec.rows import cut_ids, gradients_of, ids_of, rows_of
 from ps_worker.spec.straggler import ComputeTime
 from ps_worker.spec.values import (
@@ -591,6 +593,47 @@ class Client:
         return DataShards(
             self.connection, self.tables, DataSetSpec(name, length, shard_size, seed), timeout_s
         )
+
+    def adaptive_batches(
+        self,
+        dataset: Sized | int,
+        batch_size: int,
+        *,
+        bounds: tuple[int, int] | None = None,
+        every: int = 16,
+        seed: int = 0,
+        name: str = "batches",
+    ) -> AdaptiveBatches:
+        """Share a data set out in batches whose sizes follow each worker's measured speed, so that
+        under BSP all workers end a step at the same time. All batches of a step together have the
+        same number of samples. Each worker calls it with the same values.
+
+        Args:
+            dataset: the data set, or the number of its samples.
+            batch_size: the samples of a batch at first, and on average.
+            bounds: the fewest and the most samples of a batch; None means 1 to four times
+                `batch_size`.
+            every: the steps between two agreements; at least as many as the batches that the
+                loader fetches ahead.
+            seed: draws the order of the samples in each pass.
+            name: of the position in checkpoints; unique in this worker.
+
+        Returns:
+            The batch_sampler of a DataLoader, whose `over` gives the batches, and whose `weight`
+            belongs to the loss.
+
+        Blocking: reads the position of the checkpoint that the cluster was started from.
+
+        Raises:
+            InvalidConfig: a value is out of bounds; the name is taken; the data set has another
+                length than in the checkpoint; or this worker joins others that train.
+            NotPermitted: this is not a worker.
+        """
+        length = dataset if isinstance(dataset, int) else len(dataset)
+        spec = BatchSpec(length, batch_size, *(bounds or (1, 4 * batch_size)), every, seed)
+        found = AdaptiveBatches(self.connection, self.tables, self.collectives, spec)
+        found.attach(self.checkpoints, name)
+        return found
 
     # --- collective calls
 

@@ -18,6 +18,7 @@ from ps_core.consistency import Mode
 from ps_core.errors import InvalidConfig, NotPermitted, PushpullError, WaitExpired
 from ps_core.keys import NodeId
 from ps_core.tables.table import Table
+from ps_runtime.system.clock import now_s
 from ps_runtime.system.future_waits import result_of, wait_until_ended
 from ps_worker.client.step_record import StepRecord
 from ps_worker.steps.steps import PullTicket, PushTicket
@@ -37,11 +38,17 @@ GRACE_S = 5.0
 
 
 class ClientConnection:
-    """A client's session. Any thread. Making one blocks and raises as `connect`."""
+    """A client's session. Any thread. Making one blocks and raises as `connect`.
+
+    Attributes:
+        waited_s: the seconds for which the script has waited for servers, the scheduler and other
+            workers.
+    """
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
         self.is_closed = False
+        self.waited_s = 0.0
         self.loop = background()
         self._pid = os.getpid()
         starting = self.loop.start(Engine.start(config, self.loop.post))
@@ -94,12 +101,14 @@ class ClientConnection:
 
     def result(self, future: Future[ResultT], timeout_s: float) -> ResultT:
         """The future's result; a wait that expires or is interrupted cancels its work."""
+        began_s = now_s()
         try:
             return result_of(future, timeout_s)
         except TimeoutError as late:
             raise WaitExpired(f"no answer after {timeout_s:g} s") from late
         finally:
             future.cancel()
+            self.waited_s += now_s() - began_s
 
     def asked(self, work: Coroutine[Any, Any, ResultT], deadline_s: float) -> ResultT:
         """The result of a coroutine on the loop that ends by itself within `deadline_s`."""
@@ -109,7 +118,11 @@ class ClientConnection:
         limit_s = self.deadline_s(timeout_s)
         # A pull that expires by itself has the better message: leave it time to arrive.
         grace_s = GRACE_S if any(isinstance(ticket, PullTicket) for ticket in waited) else 0.0
-        wait_until_ended([ticket.future for ticket in waited], limit_s + grace_s)
+        began_s = now_s()
+        try:
+            wait_until_ended([ticket.future for ticket in waited], limit_s + grace_s)
+        finally:
+            self.waited_s += now_s() - began_s
         late: Ticket | None = None
         for ticket in waited:
             if ticket.done():

@@ -215,11 +215,10 @@ def test_synchronize_exchanges_the_whole_model(workers: list[ps.Client]) -> None
         assert is_same_history(first, second)
 
 
-@pytest.mark.parametrize("consistency", ["ssp:1", "asp"])
-def test_without_bsp_every_move_is_applied_whole(
-    workers: list[ps.Client], consistency: str
-) -> None:
-    """Each inner step moves every parameter by -1: all moves are in the end."""
+@pytest.mark.parametrize("steps", [6, 7])
+@pytest.mark.parametrize("consistency", ["bsp", "ssp:1", "asp"])
+def test_every_move_is_in_the_end(workers: list[ps.Client], consistency: str, steps: int) -> None:
+    """Each inner step moves every parameter by -1. After six an outer step is on its way."""
     outer = ps.Outer(SGD, 4, lr=1.0, momentum=0.0, nesterov=False, fragments=2, overlap=1)
 
     def work(client: ps.Client, name: str) -> torch.Tensor:
@@ -228,7 +227,7 @@ def test_without_bsp_every_move_is_applied_whole(
         optimizer = ps.DistributedOptimizer(
             client, model, outer, name=name, consistency=consistency, block_elements=64
         )
-        for _ in range(7):
+        for _ in range(steps):
             optimizer.zero_grad()
             model.weight.sum().backward()
             optimizer.step()
@@ -236,7 +235,7 @@ def test_without_bsp_every_move_is_applied_whole(
         return model.weight.detach()
 
     for weight in together(workers, partial(work, name=new_name())):
-        assert weight.eq(-7.0 * WORKERS).all()
+        assert weight.eq(-steps * (1.0 if consistency == "bsp" else WORKERS)).all()
 
 
 @pytest.mark.parametrize("elastic", [1.0, 0.5])

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ps_core.errors import WaitExpired
 from ps_core.keys import TableId
 from ps_core.tables.table import Table
 from ps_worker.client.client import Client
@@ -35,6 +36,8 @@ class TableClient:
         self.may_share_memory = False
         self.submitted: list[PushBody] = []
         self.terms: list[StepTerms] = []
+        self.pulled_blocks: list[Any] = []  # of each pull
+        self.pulls_begun: list[PullTicket[Any]] = []
 
     def create_table(self, name: str, layout: Any, *, optimizer: Any, **options: Any) -> Any:
         self._count += 1
@@ -47,9 +50,18 @@ class TableClient:
     def begin_step(self, handle: TableHandle) -> TableStep:
         return handle.steps.open_step()
 
-    def start(self, handle: TableHandle, raw: Any) -> PullTicket[Any]:
+    def start(self, handle: TableHandle, raw: Any, *, blocks: Any = None) -> PullTicket[Any]:
         del raw
-        return PullTicket(handle.table, Future())
+        self.pulled_blocks.append(blocks)
+        self.pulls_begun.append(PullTicket(handle.table, Future()))
+        return self.pulls_begun[-1]
+
+    def wait_all(self, tickets: Sequence[PullTicket[Any]]) -> None:
+        """Wait no longer than now."""
+        for ticket in tickets:
+            if not ticket.done():
+                raise WaitExpired("now")
+            ticket.future.result()
 
     def open_step(self, table: Table, clock: int, future: Future[Any]) -> None:
         """Nothing ends it."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ps_core.errors import WaitExpired
 from ps_worker.spec.optimizers import Outer
 from ps_worker.steps.inner_steps import InnerSteps
 from ps_worker.steps.steps import StepResult
@@ -114,6 +115,19 @@ def test_blocks_that_the_servers_did_not_take_stay_moved(
     (entry,) = table.layout.placed
     assert entry.tensor.view(2, 64).eq(torch.tensor(expected)[:, None]).all()
     assert bool(table.edited()) == any(expected), "it is in the next pseudo-gradient"
+
+
+def test_a_pull_of_a_fragment_that_expired_is_begun_again_as_it_was() -> None:
+    client = TableClient()
+    table = moved_table(client)
+    table.moves.choose(1, 0)
+    fragment = table.moves.fragment
+    table.begin_pull(fragment)
+    client.pulls_begun[0].future.set_exception(WaitExpired("late"))
+    for words in ("late", "now"):
+        with pytest.raises(WaitExpired, match=words):
+            table.finish()
+    assert client.pulled_blocks == [fragment, fragment]
 
 
 def test_local_values_are_those_that_were_pulled_and_those_of_now() -> None:
