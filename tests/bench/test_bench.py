@@ -315,9 +315,11 @@ def test_sessions_stand_beside_two_workers(tmp_path: Path) -> None:
 
 def test_a_pass_by_shards_is_shorter_than_on_fixed_shares(tmp_path: Path) -> None:
     document = bench("shards", cwd=tmp_path)
-    fixed, shards = document["rows"]
-    assert (fixed["data"], shards["data"]) == ("fixed", "shards")
+    fixed, shards, adaptive = document["rows"]
+    assert [row["data"] for row in document["rows"]] == ["fixed", "shards", "adaptive"]
+    assert adaptive["over_fixed"] < 0.85, "and so it is in batches that follow the speed"
+    assert adaptive["slow_worker_samples"] < fixed["slow_worker_samples"]
     assert shards["over_fixed"] == pytest.approx(shards["pass_s"] / fixed["pass_s"], rel=0.01)
     assert shards["over_fixed"] <= 0.65
-    assert shards["slow_worker_steps"] < fixed["slow_worker_steps"]
+    assert shards["slow_worker_samples"] < fixed["slow_worker_samples"]
     assert shards["pass_s"] > document["ceilings"]["even_pass_s"]

@@ -1,4 +1,6 @@
-"""A process: a worker that trains one data pass, on a fixed share of the data or shard by shard."""
+"""A process: a worker that trains one data pass, on a fixed share of the data, shard by shard, or
+in batches of a size that follows its speed.
+"""
 
 from __future__ import annotations
 
@@ -14,33 +16,40 @@ from torch.utils.data import DataLoader
 import ps_worker as ps
 from ps_cli.bench.contenders.child import Actions
 
-_ELEMENTS = 1024  # of the table that each step pushes to
+_ELEMENTS = 1024  # of the tables that steps push to
+_EVERY = 8
+"""Steps between two agreements on the sizes of batches: a pass has 60 at least."""
 
 
 @contextlib.contextmanager
 def shard_worker(
-    scheduler: str, lane: str, rank: str, step_ms: str, *sizes: str
+    scheduler: str, lane: str, rank: str, consistency: str, step_ms: str, *sizes: str
 ) -> Iterator[Actions]:
-    """A worker whose computation of a step takes so long; `sizes` are the samples of the data, of a
-    batch and of a shard. Its actions return the steps taken.
+    """A worker whose computation of a usual batch takes so long; `sizes` are the samples of the
+    data, of a batch and of a shard. Its actions return the samples that it has trained on.
     """
     sample_count, batch_size, shard_size = map(int, sizes)
     with ps.connect(scheduler, rank=int(rank), lane=lane) as client:
-        table = client.create_table("model", _ELEMENTS, optimizer=ps.SGD(lr=0.1), consistency="asp")
         gradient = np.full(_ELEMENTS, 1e-3, np.float32)
         dataset: Any = range(sample_count)
+        table = client.create_table(
+            "model", _ELEMENTS, optimizer=ps.SGD(lr=0.1), consistency=consistency
+        )
 
-        def train(batches: Callable[[Any], Iterable[Any]], sampler: Any) -> int:
+        def train(batches: Callable[[Any], Iterable[Any]], loader: DataLoader[Any]) -> int:
             count = 0
-            for _ in batches(DataLoader(dataset, batch_size, sampler=sampler)):
-                time.sleep(float(step_ms) / 1e3)
+            for batch in batches(loader):
+                time.sleep(float(step_ms) / 1e3 * len(batch) / batch_size)
                 client.push_pull(table, gradient)
-                count += 1
+                count += len(batch)
             return count
 
         fixed = ps.DistributedSampler(client, dataset)
         shards = client.data_shards(dataset, shard_size=shard_size)
+        adaptive = client.adaptive_batches(dataset, batch_size, every=_EVERY)
+        by = partial(DataLoader, dataset)
         yield {
-            "fixed": partial(train, fixed.follow, fixed),
-            "shards": partial(train, shards.over, shards),
+            "fixed": partial(train, fixed.follow, by(batch_size, sampler=fixed)),
+            "shards": partial(train, shards.over, by(batch_size, sampler=shards)),
+            "adaptive": partial(train, adaptive.over, by(batch_sampler=adaptive)),
         }
