@@ -1,4 +1,4 @@
-"""The script on docs/guides/DATA_SHARDS.md runs, and its workers train on each sample once."""
+"""The scripts on docs/guides/DATA_SHARDS.md run, and their workers train on each sample once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ PAGE = (ROOT / "docs/guides/DATA_SHARDS.md").read_text(encoding="utf-8")
 @pytest.mark.timeout(120)
 def test_the_pages_script_shares_its_data_out(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)), "utf-8")
+    *blocks, adaptive = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    script.write_text("".join(blocks), "utf-8")
     (command,) = re.findall(r"`pushpull (train script\.py [^`]*)`", PAGE)
     run = run_warm(*command.split(), cwd=tmp_path)  # its loader has processes
     assert run.returncode == 0, run.stdout + run.stderr
@@ -27,3 +28,9 @@ def test_the_pages_script_shares_its_data_out(tmp_path: Path) -> None:
         seen[number] += int(count)
     assert seen == {"0": 960, "1": 960, "2": 960}
     assert len(re.findall(r"worker \d has ended pass 3", run.stdout)) == 2
+    script.write_text(adaptive, "utf-8")
+    run = run_warm(*command.split(), cwd=tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    ends = set(re.findall(r"ends with batches of \{0: (\d+), 1: (\d+)\}", run.stdout))
+    assert len(ends) == 1, "both workers agree"
+    assert sum(map(int, ends.pop())) == 2 * 16
