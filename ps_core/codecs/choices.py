@@ -117,17 +117,15 @@ class PushCodec:
         done = (clock - 1) / self.warm_up_count
         return _FIRST_SHARE * math.pow(self.share / _FIRST_SHARE, done)
 
-    def residual_limit(self, matrix: BlockMatrix | None) -> float:
+    @property
+    def residual_limit(self) -> float:
         """The length of what pushes leave out, over that of gradients, which it stays below while
-        these change little.
-
-        Args:
-            matrix: LOW_RANK: the block's; None: it travels as INT8.
+        these change little. LOW_RANK has none: it takes what is largest, so the rest stays in
+        proportion though a run diverges.
         """
-        if self.codec is Codec.SIGN:
-            return 16.0
-        share = self.share if matrix is None else matrix.share
-        return 2 / share if share else math.inf
+        if self.codec is Codec.SPARSE:
+            return 2 / self.share
+        return 16.0 if self.codec is Codec.SIGN else math.inf
 
     def saves(self, native: Codec) -> bool:
         """True if payloads have fewer bytes than those of a table's own codec."""

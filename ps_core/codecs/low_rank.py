@@ -68,11 +68,6 @@ class BlockMatrix:
     def payload_bytes(self) -> int:
         return _HEADER.size + 4 * self.rank * (self.rows + self.columns)
 
-    @property
-    def share(self) -> float:
-        """The part of the matrix's directions that a payload has."""
-        return self.rank / min(self.rows, self.columns)
-
 
 def matrix_of(payload: Bytes, element_count: int) -> BlockMatrix:
     """The matrix that a payload names.

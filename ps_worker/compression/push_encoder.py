@@ -86,7 +86,7 @@ class PushEncoder:
             block_matrix(table, block, push.matrix_rank) if is_low_rank else None
             for block in range(table.block_count)
         ]
-        self._guard = ResidualGuard([push.residual_limit(matrix) for matrix in self._matrices])
+        self._guard = ResidualGuard(table.block_count, push.residual_limit)
         self._table = table
         self._rank = rank
         self._native = NATIVE_CODEC[table.spec.dtype]

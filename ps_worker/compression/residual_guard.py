@@ -5,8 +5,8 @@ residuals and gradients grow together, so a residual is compared with what gradi
 
 Rules:
     - A block is looked at in one of eight steps; which one depends on its number.
-    - Its residual may be its limit times as long as its gradients usually are. That length is a
-      mean of those that were looked at, in which each one has an eighth of the weight.
+    - Its residual may be `limit` times as long as its gradients usually are. That length is a mean
+      of those that were looked at, in which each one has an eighth of the weight.
     - A block falls back when it was too long at two looks, one after the other: one gradient may be
       far longer than all others.
     - A block that has fallen back stays so. What is left of it goes in steps of at most four times
@@ -16,7 +16,6 @@ Rules:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -34,12 +33,11 @@ class ResidualGuard:
     """The guard of one table. Lengths are Euclidean norms.
 
     Args:
-        limits: of each block: the length of its residual, over the usual length of its gradients.
+        limit: the length of a block's residual, over the usual length of its gradients.
     """
 
-    def __init__(self, limits: Sequence[float]) -> None:
-        block_count = len(limits)
-        self._limits = limits
+    def __init__(self, block_count: int, limit: float) -> None:
+        self._limit = limit
         self._usual = np.zeros(block_count)
         self._outgrown = np.zeros(block_count)  # looks in a row, at most _LOOKS
 
@@ -54,7 +52,7 @@ class ResidualGuard:
 
     def looks(self, clock: int, block: int, gradient: Floats, left: Floats) -> bool:
         """True if the block falls back in this step, because what it leaves is too long."""
-        if math.isinf(self._limits[block]) or (clock + block) % _LOOK_EVERY:
+        if math.isinf(self._limit) or (clock + block) % _LOOK_EVERY:
             return False
         length = length_of(gradient)
         if not math.isfinite(length):
@@ -62,7 +60,7 @@ class ResidualGuard:
         usual = self._usual[block] or length
         self._usual[block] = usual + _WEIGHT * (length - usual)
         if not self.is_dense(block):
-            is_long = length_of(left) > self._limits[block] * self._usual[block] > 0
+            is_long = length_of(left) > self._limit * self._usual[block] > 0
             self._outgrown[block] = self._outgrown[block] + 1 if is_long else 0
         return self.is_dense(block)
 
