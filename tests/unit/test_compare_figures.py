@@ -157,9 +157,9 @@ def test_modes_are_separated_by_commas_though_a_mode_may_have_some() -> None:
             ],
         ),
         (
-            "bsp+outer:50,asp:compensate=2,adaptive+int8 + outer:1,bsp+sign/none+outer:1000000",
+            "bsp+outer:50,bsp+lowrank:2,asp:compensate=2,adaptive+int8 + outer:1,bsp+sign/none+outer:1000000",
             [
-                "bsp+outer:50",
+                *("bsp+outer:50", "bsp+lowrank:2/bf16"),
                 "asp:compensate=2,adaptive+int8/bf16+outer:1",
                 "bsp+sign/none+outer:1000000",
             ],
