@@ -22,6 +22,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from struct import Struct
 
@@ -34,6 +35,10 @@ from ps_core.codecs.kernels import Kernels
 from ps_core.errors import InvalidTensor
 
 _HEADER = Struct("<III")
+_PRODUCT_COUNT = 2**17
+"""Products of one call of BLAS, which does so few on the caller's thread. It shares more with other
+threads, and waits for these a hundred times as long as it works where cores are busy.
+"""
 _LARGEST = 3e38
 """A float32 may be a little larger; sums are rounded."""
 
@@ -124,13 +129,24 @@ def encode_gradient(
     by_row, (basis, right) = whole.reshape(matrix.rows, -1), factors(payload, matrix)
     with np.errstate(over="ignore", invalid="ignore"):
         np.add(gradient, before, out=elements)
-        basis[:] = np.linalg.qr(by_row @ start.T)[0]
-        np.matmul(basis.T, by_row, out=right)
+        for rows in _chunks(matrix):
+            np.matmul(by_row[rows], start.T, out=basis[rows])
+        basis[:] = np.linalg.qr(basis)[0]
+        right[:] = 0
+        for rows in _chunks(matrix):
+            right += basis[rows].T @ by_row[rows]
         decode(payload, left)
         np.subtract(elements, left, out=left)
         lengths = np.linalg.norm(right.astype(np.float64), axis=1, keepdims=True)
         following: Floats = (right / np.where(lengths > 0, lengths, 1)).astype(np.float32)
     return following
+
+
+def _chunks(matrix: BlockMatrix) -> Iterator[slice]:
+    """The matrix's rows, a few at a time."""
+    step = max(1, _PRODUCT_COUNT // (matrix.columns * matrix.rank))
+    for row in range(0, matrix.rows, step):
+        yield slice(row, row + step)
 
 
 def started(rows: Floats, key: int) -> Floats:

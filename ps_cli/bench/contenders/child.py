@@ -51,11 +51,9 @@ class Done:
 
 
 @contextlib.contextmanager
-def started(
-    *commands: tuple[str, ...], namespace: str = "", variables: Mapping[str, str] | None = None
-) -> Iterator[list[Child]]:
+def started(*commands: tuple[str, ...], namespace: str = "") -> Iterator[list[Child]]:
     """Children, each from its entry ("module:function" of this room) and its arguments, in a
-    network namespace if one is named, with these variables in their environment.
+    network namespace if one is named.
 
     All are started before the first is waited for, since they may need each other.
 
@@ -68,7 +66,7 @@ def started(
     with contextlib.ExitStack() as stack:
         children = []
         for command in commands:
-            children.append(Child(*command, namespace=namespace, variables=variables or {}))
+            children.append(Child(*command, namespace=namespace))
             stack.callback(children[-1].stop)
         for child in children:
             child._line()
@@ -78,9 +76,7 @@ def started(
 class Child:
     """A process that does actions; its methods raise as `started`."""
 
-    def __init__(
-        self, entry: str, *arguments: str, namespace: str, variables: Mapping[str, str]
-    ) -> None:
+    def __init__(self, entry: str, *arguments: str, namespace: str = "") -> None:
         self.name = entry.replace(":", " ")
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - `stop` closes it
         before = within(namespace) if namespace else ()
@@ -89,7 +85,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
-            env=role_environment(os.environ, variables),
+            env=role_environment(os.environ, {}),
             bufsize=0,
         )
         assert self._process.stdin is not None

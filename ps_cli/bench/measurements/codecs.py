@@ -18,7 +18,6 @@ from ps_cli.bench.measurements.dense import MOVES, operations_by_move
 from ps_cli.bench.settings import BenchSettings
 from ps_core.codecs.choices import PushCodec
 from ps_core.tables.elements import Codec
-from ps_runtime.system.capacity import THREADS_VARIABLE
 
 DEFAULT_SIZE_MB = 64
 QUICK_SIZE_MB = 2
@@ -30,9 +29,7 @@ def codecs(settings: BenchSettings) -> dict[str, Any]:
     byte_count = settings.table_bytes(DEFAULT_SIZE_MB, QUICK_SIZE_MB)
     names = {WHOLE: "sgd", **{codec: f"sgd{CODEC}{codec}" for codec in CODECS}}
     with ExitStack() as stack:
-        command = ("codecs:codecs", str(byte_count))
-        one_core = {THREADS_VARIABLE: "1"}  # numpy's products would use all
-        (child,) = stack.enter_context(started(command, variables=one_core))
+        (child,) = stack.enter_context(started(("codecs:codecs", str(byte_count))))
         clusters = contenders.enter_all(
             stack,
             [
