@@ -75,19 +75,18 @@ class BlockMatrix:
 
 
 def matrix_of(payload: Bytes, element_count: int) -> BlockMatrix:
-    """The matrix that a payload names.
+    """The matrix that a payload names. Shapes: payload has the length of some (`check_length`).
 
     Raises:
-        InvalidTensor: the payload cannot have such a one for so many elements.
+        InvalidTensor: for so many elements, the factors of that one have another length.
     """
     columns, rank, first = _HEADER.unpack(payload[: _HEADER.size].tobytes())
     matrix = BlockMatrix(element_count, columns, rank, first)
-    is_possible = rank >= 1 and first < columns <= element_count
-    if not is_possible or matrix.payload_bytes != payload.nbytes:
+    if first >= columns or matrix.payload_bytes != payload.nbytes:
         raise InvalidTensor(
-            f"factors of rank {rank} for {columns} columns, from column {first}; expected a rank "
-            f"above 0, a column below the columns, of these at most {element_count}, and "
-            f"{_HEADER.size} bytes + 4 for each number of the factors"
+            f"factors of rank {rank} for {columns} columns, from column {first}, in "
+            f"{payload.nbytes} bytes; expected a column below the columns, and {_HEADER.size} "
+            "bytes + 4 for each number of the factors"
         )
     return matrix
 

@@ -124,10 +124,13 @@ def sparse(elements: list[float], places: Iterable[int]) -> tuple[int, Codec, by
 
 
 def low_rank(
-    value: float = 1.0, header: tuple[int, ...] = (8, 1, 0), end: int | None = None
+    value: float = 1.0,
+    header: tuple[int, ...] = (8, 1, 0),
+    rows: int = 8,
+    end: int | None = None,
 ) -> tuple[int, Codec, bytes, bytes]:
     """Block 0 as 8 x 8 elements that are the square of `value`, with perhaps a wrong header."""
-    payload = raw.encode_low_rank(np.full((8, 1), value), np.full((1, 8), value))
+    payload = raw.encode_low_rank(np.full((rows, 1), value), np.full((1, 8), value))
     return 0, Codec.LOW_RANK, (np.array(header, "<u4").tobytes() + payload[12:])[:end], b""
 
 
@@ -169,10 +172,11 @@ BAD = [
     pytest.param(low_rank(value=math.nan), InvalidTensor, "'t0'", id="low-rank-nan"),
     pytest.param(low_rank(value=2e19), InvalidTensor, "'t0'", id="low-rank-large"),
     pytest.param(low_rank(header=(0, 1, 0)), InvalidTensor, "rank 1 for 0 col", id="no-columns"),
-    pytest.param(low_rank(header=(65, 1, 0)), InvalidTensor, "at most 64", id="many-columns"),
+    pytest.param(low_rank(header=(65, 1, 0)), InvalidTensor, "rank 1 for 65", id="many-columns"),
     pytest.param(low_rank(header=(8, 0, 0)), InvalidTensor, "block 0 .* rank 0", id="rank-0"),
     pytest.param(low_rank(header=(8, 2, 0)), InvalidTensor, "rank 2 for 8", id="higher-rank"),
     pytest.param(low_rank(header=(8, 1, 8)), InvalidTensor, "from column 8", id="first-beyond"),
+    pytest.param(low_rank(header=(8, 1, 8), rows=9), InvalidTensor, "column 8", id="a-row-beyond"),
     pytest.param(low_rank(header=(8, 1, 1)), InvalidTensor, "from column 1", id="one-row-more"),
     pytest.param(low_rank(header=(2**32 - 1,) * 3), InvalidTensor, "429496", id="low-rank-huge"),
     pytest.param(low_rank(end=-4), InvalidTensor, "rank 1 for 8", id="low-rank-short"),
