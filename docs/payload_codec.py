@@ -93,7 +93,7 @@ def decode_low_rank(payload: bytes, element_count: int) -> npt.NDArray[np.float3
     right = numbers[-rank * columns :].reshape(rank, columns)
     left = numbers[: -rank * columns].reshape(-1, rank)
     row, column = np.divmod(first + np.arange(element_count), columns)
-    found = left[row, 0] * right[0, column]
+    found: npt.NDArray[np.float32] = left[row, 0] * right[0, column]
     for k in range(1, rank):
         found += left[row, k] * right[k, column]
     return found

@@ -17,7 +17,7 @@ KERNELS = {
     Codec.SPARSE: sparse.KERNELS,
     Codec.LOW_RANK: low_rank.KERNELS,
 }
-"""Of codecs that have compiled loops."""
+"""Kernels of the codecs that have compiled loops."""
 
 
 def decode(codec: Codec, payload: Bytes, out: Floats) -> None:

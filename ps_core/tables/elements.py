@@ -81,7 +81,7 @@ _LEAST_BYTES = {
     Codec.SPARSE: (SPARSE_ELEMENT_BYTES, SPARSE_ELEMENT_BYTES),
     Codec.LOW_RANK: (12 + 2 * 4, 4),
 }
-"""Of codecs whose payloads have several lengths: the shortest one, and the unit of all."""
+"""Codecs whose payloads have several lengths: the shortest one, and the unit of all."""
 
 _RAW_BYTES = {Codec.FP32: 4, Codec.FP16: 2, Codec.BF16: 2, Codec.FP64: 8}
 _SCALED_BITS = {Codec.INT8: 8, Codec.SIGN: 1}
