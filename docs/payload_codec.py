@@ -77,3 +77,23 @@ def decode_sparse(payload: bytes, element_count: int) -> npt.NDArray[np.float32]
     found = np.zeros(element_count, np.float32)
     found[np.frombuffer(payload, "<u4", offset=4 * count)] = np.frombuffer(payload, "<f4", count)
     return found
+
+
+def encode_low_rank(left: npt.ArrayLike, right: npt.ArrayLike, first: int = 0) -> bytes:
+    """A LOW_RANK payload of these factors; `first` is the column of the block's first element."""
+    rows, columns = np.array(left, "<f4"), np.array(right, "<f4")
+    header = np.array([columns.shape[1], columns.shape[0], first], "<u4")
+    return header.tobytes() + rows.tobytes() + columns.tobytes()
+
+
+def decode_low_rank(payload: bytes, element_count: int) -> npt.NDArray[np.float32]:
+    """Values of a LOW_RANK payload: of each the sum of its products, one after the other."""
+    columns, rank, first = np.frombuffer(payload, "<u4", 3).tolist()
+    numbers = np.frombuffer(payload, "<f4", offset=12)
+    right = numbers[-rank * columns :].reshape(rank, columns)
+    left = numbers[: -rank * columns].reshape(-1, rank)
+    row, column = np.divmod(first + np.arange(element_count), columns)
+    found: npt.NDArray[np.float32] = left[row, 0] * right[0, column]
+    for k in range(1, rank):
+        found += left[row, k] * right[k, column]
+    return found

@@ -56,6 +56,15 @@ SPARSE_PAYLOADS = (
     (3, (0.5, -1.0), (0, 2)),
     (300, (0.1, -(2.0**-20), 3.0, 1.0), (7, 255, 256, 299)),
 )
+LOW_RANK_PAYLOADS: tuple[tuple[int, int, list[list[float]], list[list[float]]], ...] = (
+    (9, 0, [[1.0], [-2.0], [0.5]], [[1.0, 0.5, 3.0]]),
+    (
+        40,
+        3,
+        [[0.1 * row, 1.0 / (row + 3)] for row in range(7)],
+        [[0.3, -0.7, 1.1, 0.9, -0.1, 2.3, 0.6], [1.7, 0.2, -1.3, 0.8, 3.1, -0.4, 0.7]],
+    ),
+)
 CONTRIBUTIONS = (
     ((1.0, -2.0, 0.5), (0.1, 0.2, 0.3)),
     ((1.0, 0.1, -7.7, 2.5), (0.3, 0.1, 1e-3, 2.5), (3.3, 0.1, 5.9, 2.7)),
@@ -216,6 +225,16 @@ def sparse_vectors() -> list[dict[str, Any]]:
     return found
 
 
+def low_rank_vectors() -> list[dict[str, Any]]:
+    """LOW_RANK payloads, and what they decode to."""
+    found = []
+    for count, first, left, right in LOW_RANK_PAYLOADS:
+        payload = codecs.encode_low_rank(left, right, first)
+        decoded = codecs.decode_low_rank(payload, count).tolist()
+        found.append({"elements": count, "hex": payload.hex(), "decoded": decoded})
+    return found
+
+
 def presence_vectors() -> list[dict[str, Any]]:
     """Which segments are present, and the bitmap."""
     return [{"present": list(p), "hex": pack_presence(p).hex()} for p in PRESENCE]
@@ -364,6 +383,7 @@ def vectors() -> dict[str, Any]:
         "int8": int8_vectors(),
         "sign": sign_vectors(),
         "sparse": sparse_vectors(),
+        "low_rank": low_rank_vectors(),
         "reduction": reduction_vectors(),
         "sgd": sgd_vectors(),
         "rows": row_vectors(),

@@ -15,7 +15,7 @@ import torch
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView
-from ps_core.codecs import int8
+from ps_core.codecs import payloads
 from ps_core.errors import (
     Fenced,
     ForeignCluster,
@@ -491,8 +491,9 @@ class _Membership:
                 timeout_s = min(_TICK_S, max(self._node.ticks_within_s, _LEAST_TICK_S))
                 await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 tick()
-                if int8.KERNELS.must_load():
-                    asyncio.get_running_loop().run_in_executor(None, int8.KERNELS.load)
+                for kernels in payloads.KERNELS.values():
+                    if kernels.must_load():
+                        asyncio.get_running_loop().run_in_executor(None, kernels.load)
         finally:
             for task in ends:
                 task.cancel()

@@ -119,6 +119,7 @@ REFERENCE = Costs(
         "int8": Ends(0.6878, 0.3065),
         "sign": Ends(1.135, 0.4853),
         "topk": Ends(1.85, 0.3065),
+        "lowrank": Ends(0.9549, 0.4417),
     },
     pull={
         "none": Ends(0.329, 0.5829),

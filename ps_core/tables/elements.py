@@ -20,8 +20,8 @@ class DType(Enum):
 
 
 class Codec(Enum):
-    """Encoding of a payload's elements: raw little-endian arrays, scaled integers, or some of the
-    elements with their places.
+    """Encoding of a payload's elements: raw little-endian arrays, scaled integers, some of the
+    elements with their places, or two factors of their matrix.
     """
 
     FP32 = "fp32"
@@ -31,6 +31,7 @@ class Codec(Enum):
     INT8 = "int8"
     SIGN = "sign"
     SPARSE = "sparse"
+    LOW_RANK = "lowrank"
 
     __hash__ = object.__hash__
 
@@ -42,11 +43,13 @@ class Codec(Enum):
     @property
     def is_for_pushes_alone(self) -> bool:
         """True if a payload leaves out what later pushes bring: no codec of values."""
-        return self in (Codec.SIGN, Codec.SPARSE)
+        return self in (Codec.SIGN, Codec.SPARSE, Codec.LOW_RANK)
 
     @property
     def element_bits(self) -> int:
-        """Bits of one element; a scale that several share does not count. Not of SPARSE."""
+        """Bits of one element; a scale that several share does not count. Neither of SPARSE nor of
+        LOW_RANK.
+        """
         return _SCALED_BITS.get(self) or 8 * _RAW_BYTES[self]
 
     @property
@@ -55,9 +58,13 @@ class Codec(Enum):
         return _RAW_BYTES[self]
 
     def payload_bytes(self, element_count: int) -> int:
-        """Bytes of a payload of so many elements; of SPARSE, of so many that are sent."""
+        """Bytes of a payload of so many elements; of SPARSE, of so many that are sent; of LOW_RANK,
+        the most.
+        """
         if self is Codec.SPARSE:
             return element_count * SPARSE_ELEMENT_BYTES
+        if self is Codec.LOW_RANK:
+            return Codec.FP32.payload_bytes(element_count)
         bits = _SCALED_BITS.get(self)
         if bits is None:
             return element_count * _RAW_BYTES[self]
@@ -69,6 +76,12 @@ SCALED_GROUP_COUNT = 256
 
 SPARSE_ELEMENT_BYTES = 8
 """Bytes of an element of a SPARSE payload and its place."""
+
+_LEAST_BYTES = {
+    Codec.SPARSE: (SPARSE_ELEMENT_BYTES, SPARSE_ELEMENT_BYTES),
+    Codec.LOW_RANK: (12 + 2 * 4, 4),
+}
+"""Codecs whose payloads have several lengths: the shortest one, and the unit of all."""
 
 _RAW_BYTES = {Codec.FP32: 4, Codec.FP16: 2, Codec.BF16: 2, Codec.FP64: 8}
 _SCALED_BITS = {Codec.INT8: 8, Codec.SIGN: 1}
@@ -88,13 +101,13 @@ def check_length(
 ) -> None:
     """Raise InvalidTensor unless a payload can have this length for `element_count` elements."""
     most = codec.payload_bytes(element_count)
-    if payload_bytes == most:
+    is_right, expected = payload_bytes == most, f"{most}"
+    if codec in _LEAST_BYTES:
+        least, unit = _LEAST_BYTES[codec]
+        is_right = payload_bytes % unit == 0 and least <= payload_bytes <= most
+        expected = f"a multiple of {unit}, from {least} to {most}"
+    if is_right:
         return
-    expected = f"{most}"
-    if codec is Codec.SPARSE:
-        if payload_bytes % SPARSE_ELEMENT_BYTES == 0 and 0 < payload_bytes <= most:
-            return
-        expected = f"a multiple of {SPARSE_ELEMENT_BYTES}, at most {most}"
     raise InvalidTensor(
         f"{what} has {payload_bytes} bytes; expected {expected} "
         f"({element_count} elements of {codec.value})"

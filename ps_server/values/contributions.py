@@ -87,7 +87,7 @@ def decode(payload: bytes | memoryview, codec: Codec, target: Tensor) -> bool:
     finite, which most payloads say without a look at each element. False: that is not known.
 
     Raises:
-        InvalidTensor: a place of a SPARSE payload is wrong.
+        InvalidTensor: as `payloads.decode`.
     """
     if codec.is_raw:
         target.copy_(view(payload, codec))

@@ -66,7 +66,8 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
             received there.
         consistency (str, ''): of tables that name none: "bsp" (also if empty), "ssp:4", "asp", ...
         push_codec (str, 'none'): how gradients travel where the script names no codec: "none" (as
-            their dtype), "bf16", "fp16", "int8", "sign", "topk:0.01"; not where a table has none.
+            their dtype), "bf16", "fp16", "int8", "sign", "topk:0.01", "lowrank:4"; not where a
+            table has none.
         pull_codec (str, 'none'): how parameters travel to this worker: one of the first four.
         outer_steps (int, 0): the steps that a worker takes by itself in each outer step:
             `DistributedOptimizer` runs the torch.optim namesake of its `SGD`, `Adam`, `AdamW`,

@@ -135,8 +135,9 @@ class ClientTables:
             kernels (str, 'fast'): "fast", or "exact": bit-equal with torch.optim.
             push_codec (str | None, the client's): how this worker's gradients travel: "none", as
                 the dtype; "bf16" or "fp16"; "int8", a byte an element; "sign", a bit; "topk:0.01",
-                the largest hundredth of each block, or "randomk:0.01", a random one. What these
-                four leave out goes with the next gradients: see `docs/guides/COMPRESSION.md`.
+                the largest hundredth of each block, or "randomk:0.01", a random one; "lowrank:4",
+                two factors of each block, of that rank (PowerSGD). What these five leave out goes
+                with the next gradients: see `docs/guides/COMPRESSION.md`.
             pull_codec (str | None, the client's): how values travel to this worker: "none",
                 "bf16", "fp16", or "int8", which rounds them to the nearest: nothing is fed back.
             timeout_s (float | None, None): seconds to wait for the cluster's servers.

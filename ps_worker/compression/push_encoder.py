@@ -9,13 +9,16 @@ Rules:
     - Elements of absent tensors count as zero, and leave their residuals alone.
     - INT8 rounds at random, with draws that are a function of (rank, clock, block, element): a run
       can be repeated; so does a SPARSE codec that draws its places. INT8 feeds back what it rounds
-      off, SIGN all but a sign, SPARSE what it leaves out.
+      off, SIGN all but a sign, SPARSE and LOW_RANK what they leave out.
+    - LOW_RANK goes on from the factors of the block's last push that counted. A block travels as
+      INT8 that saves bytes so, and one that is not finite, for this once.
     - A block whose residual outgrows its gradients falls back to INT8, for good.
     - 16 bits keep eight or eleven bits of each element, small or large, and feed nothing back.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -26,10 +29,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ps_core.codecs import int8, payloads, sign, sparse
+from ps_core.codecs import int8, low_rank, payloads, sign, sparse
 from ps_core.codecs.choices import PushCodec
 from ps_core.codecs.int8 import Bytes
 from ps_core.codecs.int8_passes import Floats
+from ps_core.codecs.low_rank import BlockMatrix
 from ps_core.errors import InvalidTensor
 from ps_core.tables.elements import NATIVE_CODEC, Codec, unpack_presence
 from ps_core.tables.table import Table
@@ -53,6 +57,7 @@ class _Step:
 
     scale: float = 0.0
     newest: dict[int, CodedPayload] = field(default_factory=dict)
+    presence: dict[int, bytes] = field(default_factory=dict)  # of the newest
     replaced: list[CodedPayload] = field(default_factory=list)
 
 
@@ -76,11 +81,17 @@ class PushEncoder:
         self._codec = push.codec
         self._push = push
         self._on_fall_back = on_fall_back
+        is_low_rank = push.codec is Codec.LOW_RANK
+        self._matrices = [
+            block_matrix(table, block, push.matrix_rank) if is_low_rank else None
+            for block in range(table.block_count)
+        ]
         self._guard = ResidualGuard(table.block_count, push.residual_limit)
         self._table = table
         self._rank = rank
         self._native = NATIVE_CODEC[table.spec.dtype]
-        self._residuals = None if push.codec.is_raw else Residuals(table)
+        start_counts = [m.rank * m.columns if m else 0 for m in self._matrices]
+        self._residuals = None if push.codec.is_raw else Residuals(table, start_counts)
         self._steps: dict[int, _Step] = {}
         self._free: dict[int, list[Bytes]] = {}
 
@@ -112,7 +123,7 @@ class PushEncoder:
         if mask is not None:
             gradient, there = (np.where(mask, np.float32(0), each) for each in (gradient, before))
         coded = self._compressed(clock, block, gradient, there, left)
-        step.newest[block] = coded
+        step.newest[block], step.presence[block] = coded, presence
         if mask is not None:
             left[mask] = before[mask]
         return coded
@@ -121,28 +132,25 @@ class PushEncoder:
         self, clock: int, block: int, gradient: Floats, before: Floats, left: Floats
     ) -> CodedPayload:
         """A gradient plus what earlier ones have left; what this one leaves is written."""
-        key = zlib.crc32(_PLACE.pack(self._rank, clock, block))
-        guard, length = self._guard, len(gradient)
+        guard = self._guard
         if not guard.is_dense(block):
-            out = self._taken(self._push.payload_bytes(length, clock))
-            self._compress(gradient, before, left, out, key)
+            coded = self._compress(clock, block, gradient, before, left)
             if not guard.looks(clock, block, gradient, left):
-                return CodedPayload(self._codec, out)
-            self._free_up(out)
+                return coded
+            self._free_up(coded.payload)
             self._on_fall_back(guard.dense_count)
         else:
             guard.looks(clock, block, gradient, left)
-        out = self._taken(Codec.INT8.payload_bytes(length))
         with np.errstate(over="ignore", invalid="ignore"):
             whole = gradient + before
+        key = self._key(clock, block)
         share = guard.longest_step(block) / max(length_of(whole), 1e-30)
         if 0 < share < 1:  # 0: an element is not finite, and the servers refuse it
             sent = whole * np.float32(share)
-            int8.encode_gradient(sent, np.zeros_like(sent), left, out, key)
+            coded = self._in_int8(sent, np.zeros_like(sent), left, key)
             left += whole - sent
-        else:
-            int8.encode_gradient(gradient, before, left, out, key)
-        return CodedPayload(Codec.INT8, out)
+            return coded
+        return self._in_int8(gradient, before, left, key)
 
     def _free_up(self, out: Bytes) -> None:
         self._free.setdefault(out.nbytes, []).append(out)
@@ -178,6 +186,9 @@ class PushEncoder:
             if coded is not None and self._residuals is not None:
                 elements = np.empty(self._table.block_length(block), np.float32)
                 decode_into(coded.payload.data, coded.codec, elements.view(np.uint8), Codec.FP32)
+                mask = self._absent(block, step.presence[block])
+                if mask is not None:
+                    elements[mask] = 0  # the servers have ignored them
                 self._residuals.give_back(block, elements, step.scale)
         for _, payload in (*step.newest.values(), *step.replaced):
             self._free_up(payload)
@@ -190,18 +201,23 @@ class PushEncoder:
         return self._residuals is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """The residuals, between two steps, and what their guard has seen."""
+        """The residuals and starts, between two steps, and what the guard has seen."""
         if self._residuals is None:
             return {}
         flat = self._residuals.flat().data.cast("B")
         residuals = _casts().elements(flat, Codec.FP32)
         guard = _casts().elements(self._guard.state().data.cast("B"), Codec.FP64)
-        return {"residuals": residuals, "scale": self._residuals.unit, "guard": guard}
+        found = {"residuals": residuals, "scale": self._residuals.unit, "guard": guard}
+        starts = self._residuals.flat_starts()
+        if starts.size:
+            found["starts"] = _casts().elements(starts.data.cast("B"), Codec.FP32)
+        return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from saved residuals; InvalidCheckpoint if they are of another table."""
         if self._residuals is not None and state:
-            self._residuals.load(state["residuals"].numpy(), float(state["scale"]))
+            starts = state["starts"].numpy() if "starts" in state else None
+            self._residuals.load(state["residuals"].numpy(), float(state["scale"]), starts)
             if "guard" in state:
                 self._guard.load(state["guard"].numpy())
 
@@ -216,17 +232,49 @@ class PushEncoder:
         return found
 
     def _compress(
-        self, gradient: Floats, before: Floats, left: Floats, out: Bytes, key: int
-    ) -> None:
-        """Encode a gradient plus what earlier ones have left, and write what this one leaves."""
+        self, clock: int, block: int, gradient: Floats, before: Floats, left: Floats
+    ) -> CodedPayload:
+        """As `_compressed`, of a block that has not fallen back."""
+        key = self._key(clock, block)
+        if self._codec is Codec.LOW_RANK:
+            coded = self._in_factors(block, gradient, before, left, key)
+            return coded or self._in_int8(gradient, before, left, key)
         if self._codec is Codec.INT8:
-            int8.encode_gradient(gradient, before, left, out, key)
-        elif self._codec is Codec.SIGN:
+            return self._in_int8(gradient, before, left, key)
+        out = self._taken(self._push.payload_bytes(len(gradient), clock))
+        if self._codec is Codec.SIGN:
             sign.encode_gradient(gradient, before, left, out)
         elif self._push.is_random:
             sparse.encode_random(gradient, before, left, out, key)
         else:
             sparse.encode_largest(gradient, before, left, out)
+        return CodedPayload(self._codec, out)
+
+    def _in_int8(self, gradient: Floats, before: Floats, left: Floats, key: int) -> CodedPayload:
+        out = self._taken(Codec.INT8.payload_bytes(len(gradient)))
+        int8.encode_gradient(gradient, before, left, out, key)
+        return CodedPayload(Codec.INT8, out)
+
+    def _in_factors(
+        self, block: int, gradient: Floats, before: Floats, left: Floats, key: int
+    ) -> CodedPayload | None:
+        """None: the block has no matrix, or its factors are not finite."""
+        matrix = self._matrices[block]
+        if matrix is None or self._residuals is None:
+            return None
+        start, following = (each.reshape(matrix.rank, -1) for each in self._residuals.starts(block))
+        out = self._taken(matrix.payload_bytes)
+        drawn = low_rank.started(start, key)
+        following[:] = low_rank.encode_gradient(gradient, before, left, out, matrix, drawn)
+        if low_rank.is_finite(out, len(gradient)):
+            return CodedPayload(Codec.LOW_RANK, out)
+        following[:] = start
+        self._free_up(out)
+        return None
+
+    def _key(self, clock: int, block: int) -> int:
+        """The key of a block's draws."""
+        return zlib.crc32(_PLACE.pack(self._rank, clock, block))
 
     def _narrow(self, block: int, payload: memoryview, out: Bytes) -> None:
         casts = _casts()
@@ -250,6 +298,24 @@ class PushEncoder:
             if not is_here:
                 mask[segment.begin : segment.end] = True
         return mask
+
+
+def block_matrix(table: Table, block: int, rank: int) -> BlockMatrix | None:
+    """The matrix of a block: as wide as the rows of the tensor that has most of it, or else square.
+    None: INT8 takes no more bytes.
+    """
+    length = table.block_length(block)
+    most = max(table.segments(block), key=lambda segment: segment.end - segment.begin)
+    tensor = table.spec.tensors[most.tensor]
+    columns = math.prod(tensor.shape[1:])
+    first = (block * table.spec.block_elements - tensor.offset) % columns
+    for matrix in (
+        BlockMatrix(length, columns, rank, first),
+        BlockMatrix.square(length, rank),
+    ):
+        if matrix.payload_bytes < Codec.INT8.payload_bytes(length):
+            return matrix
+    return None
 
 
 def decode_into(payload: memoryview, codec: Codec, out: Bytes, native: Codec) -> None:

@@ -7,6 +7,8 @@ Rules:
     - Residuals are in the gradients' own unit, the contribution scale of the newest step. A step
       with another scale (mixed precision) converts them.
     - What servers discard of a sealed step, since it came too late, comes back.
+    - A codec may keep other numbers of a block beside them, its start: the step's count once it is
+      sealed, too. They have no unit, and nothing of them comes back.
 
 Invariants:
     RES-1  Over all steps that took part: the sum of scale * gradient = the sum of scale * what the
@@ -15,7 +17,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import itertools
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -25,10 +28,16 @@ from ps_core.tables.table import Table
 
 
 class Residuals:
-    """The residuals of one worker's pushes to one table."""
+    """The residuals of one worker's pushes to one table.
 
-    def __init__(self, table: Table) -> None:
+    Args:
+        start_counts: of each block, the numbers of its start; they begin as zeros.
+    """
+
+    def __init__(self, table: Table, start_counts: Sequence[int]) -> None:
         self._table = table
+        self._start_ends = list(itertools.accumulate(start_counts, initial=0))
+        self._starts = np.zeros((2, self._start_ends[-1]), np.float32)
         self._values = np.zeros((2, table.spec.element_count), np.float32)
         self._newest = np.zeros(table.block_count, np.uint8)  # which of the two counts
         self._open: set[int] = set()  # blocks pushed in the open step
@@ -49,6 +58,11 @@ class Residuals:
         which = self._newest[block]
         part = self._part(block)
         return self._values[which, part], self._values[1 - which, part]
+
+    def starts(self, block: int) -> tuple[Floats, Floats]:
+        """As `pair`, of the block's start. Shapes: (numbers of it,)."""
+        which, part = self._newest[block], self._start_part(block)
+        return self._starts[which, part], self._starts[1 - which, part]
 
     def keep_only(self, blocks: Collection[int]) -> None:
         """The open step's other blocks are withdrawn, if that is still possible."""
@@ -90,14 +104,23 @@ class Residuals:
 
     def flat(self) -> Floats:
         """A copy of all residuals. Shapes: (elements of the table,)."""
-        found = np.empty(self._table.spec.element_count, np.float32)
+        return self._counted(self._values, self._part)
+
+    def flat_starts(self) -> Floats:
+        """A copy of all starts, block by block."""
+        return self._counted(self._starts, self._start_part)
+
+    def _counted(self, both: Floats, part_of: Callable[[int], slice]) -> Floats:
+        found: Floats = np.empty_like(both[0])
         for block in range(self._table.block_count):
-            part = self._part(block)
-            found[part] = self._values[self._newest[block], part]
+            part = part_of(block)
+            found[part] = both[self._newest[block], part]
         return found
 
-    def load(self, flat: Floats, unit: float) -> None:
-        """Go on from the residuals of a checkpoint. Shapes: as of `flat`."""
+    def load(self, flat: Floats, unit: float, starts: Floats | None) -> None:
+        """Go on from the residuals of a checkpoint, and from its starts, unless a codec with others
+        saved them. Shapes: as of `flat` and `flat_starts`.
+        """
         count = self._table.spec.element_count
         if flat.shape != (count,):
             raise InvalidCheckpoint(
@@ -106,9 +129,13 @@ class Residuals:
             )
         self._newest[:] = 0
         self._values[0] = flat
+        self._starts[0] = 0 if starts is None or starts.shape != self._starts[0].shape else starts
         self._open.clear()
         self._unit = unit
 
     def _part(self, block: int) -> slice:
         begin = block * self._table.spec.block_elements
         return slice(begin, begin + self._table.block_length(block))
+
+    def _start_part(self, block: int) -> slice:
+        return slice(self._start_ends[block], self._start_ends[block + 1])

@@ -141,8 +141,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             nor does `step` without closure.
         push_codec (str | None, the client's): how gradients travel: "none", as their dtype; "bf16"
             or "fp16"; "int8", a byte an element; "sign", a bit; "topk:0.01", the largest hundredth
-            of each block, or "randomk:0.01", a random one. What these four leave out goes with the
-            next gradients and into checkpoints. `docs/guides/COMPRESSION.md` compares them.
+            of each block, or "randomk:0.01", a random one; "lowrank:4", two factors of each block,
+            of that rank (PowerSGD). What these five leave out goes with the next gradients and into
+            checkpoints. `docs/guides/COMPRESSION.md` compares them.
         pull_codec (str | None, the client's): how parameters travel to this worker: "none", "bf16",
             "fp16", or "int8", which rounds them to the nearest: nothing is fed back.
         aggregate_within (str | None, None): workers that give the same name here push and pull as
@@ -665,7 +666,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             logs.warning(
                 "residuals_dropped",
                 table=table.name,
-                remedy="push_codec int8, sign, topk or randomk",
+                remedy="push_codec int8, sign, topk, randomk or lowrank",
             )
 
     def _start_from_rank_zero(

@@ -82,8 +82,8 @@ class WorkerConfig:
     push_codec: str = setting(
         "none",
         "how gradients travel where the script names no codec: none (as the table's dtype), bf16, "
-        "fp16, int8, sign, topk:0.01 or randomk:0.01 (a hundredth of each block); what the last "
-        "four leave out goes with the next gradients",
+        "fp16, int8, sign, topk:0.01 or randomk:0.01 (a hundredth of each block), or lowrank:4 "
+        "(two factors of each block); what the last five leave out goes with the next gradients",
     )
     pull_codec: str = setting(
         "none",

@@ -261,7 +261,7 @@ def test_codecs_stand_beside_float32(tmp_path: Path) -> None:
     document = bench("codecs", "--size-mb", "1", "--lane", LANES[1], cwd=tmp_path)
     assert all_positive(document["ceilings"])
     rows = {row["codec"]: row for row in document["rows"]}
-    assert list(rows) == ["fp32", "bf16", "fp16", "int8", "sign", "topk"]
+    assert list(rows) == ["fp32", "bf16", "fp16", "int8", "sign", "topk", "lowrank"]
     assert [row["bytes_over_fp32"] for row in rows.values()] == [
         1.0,
         0.5,
@@ -269,6 +269,7 @@ def test_codecs_stand_beside_float32(tmp_path: Path) -> None:
         0.2539,
         0.03516,
         0.02,
+        0.01564,
     ]
     for row in rows.values():
         for move in MOVES:

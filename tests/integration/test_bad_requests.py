@@ -200,6 +200,11 @@ BAD_READS: dict[str, tuple[Ask, str, tuple[str, ...]]] = {
         "INVALID_TENSOR",
         ("a pull cannot have codec sparse",),
     ),
+    "codec of factors": (
+        lambda read, _: setattr(read, "codec", types.CODEC_LOW_RANK),
+        "INVALID_TENSOR",
+        ("a pull cannot have codec lowrank",),
+    ),
     "consistent at a clock that has passed": (
         lambda read, _: setattr(read, "consistent", True),
         "ALREADY_PAST",

@@ -161,6 +161,21 @@ def test_a_hundredth_of_the_elements_goes_and_all_else_comes_later(
         assert np.count_nonzero(values) <= 12 * SIZE * 0.0101
 
 
+def test_two_factors_of_each_block_go_and_all_else_comes_later(
+    pairs: dict[str, list[ps.Client]],
+) -> None:
+    """RES-1, on both lanes. A block of 256 x 256 elements takes 4 * 512 numbers."""
+    expected = -sum(gradient(number).astype(np.float64) for number in range(12))
+    for lane in LANES:
+        client = pairs[lane][0]
+        (table,) = created([client], push_codec="lowrank:4")
+        before = client.progress().pushed_bytes
+        values = trained(client, table)
+        pushed_bytes = client.progress().pushed_bytes - before
+        assert pushed_bytes == pytest.approx(12 * (4 * 8204 + 6252), rel=1e-2)
+        np.testing.assert_allclose(values - left_of(table), expected, atol=1e-2)
+
+
 def test_a_block_that_falls_back_to_a_denser_codec_is_told_of_once(
     pairs: dict[str, list[ps.Client]], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -123,7 +123,7 @@ def bsp_table(client: ps.Client, name: str, codec: str) -> ps.TableHandle:
         "topk:0.1",
         *(
             pytest.param(codec, marks=pytest.mark.thorough)
-            for codec in ("int8", "sign", "randomk:0.1")
+            for codec in ("int8", "sign", "randomk:0.1", "lowrank:2")
         ),
     ],
 )

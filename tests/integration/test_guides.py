@@ -71,16 +71,18 @@ def test_the_script_for_codecs_learns_with_fewer_bytes(tmp_path: Path) -> None:
     found = re.findall(r"(\S+): loss (\d\.\d+), (\S+) MB pushed, (\S+) MB pulled", printed)
     assert not differences(page.blocks("text")[0], printed), printed
     losses, pushed, pulled = ([float(line[at]) for line in found] for at in (1, 2, 3))
-    assert [line[0] for line in found] == ["none", "bf16", "int8", "sign", "topk:0.05"]
+    codecs = ["none", "bf16", "int8", "sign", "topk:0.05", "lowrank:4"]
+    assert [line[0] for line in found] == codecs
     assert max(losses) < 0.4
     assert max(losses[:3]) - min(losses) < 0.02
     assert losses[3] - min(losses) < 0.05
     assert losses[4] - min(losses) < 0.1
+    assert losses[5] - min(losses) < 0.05
     assert [each / pushed[0] for each in pushed] == pytest.approx(
-        [1.0, 0.5, 0.255, 0.036, 0.1], abs=0.01
+        [1.0, 0.5, 0.255, 0.036, 0.1, 0.131], abs=0.01
     )
     assert [each / pulled[0] for each in pulled] == pytest.approx(
-        [1.0, 0.5, 0.5, 0.5, 0.5], abs=0.01
+        [1.0, 0.5, 0.5, 0.5, 0.5, 0.5], abs=0.01
     )
 
 

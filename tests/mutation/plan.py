@@ -24,10 +24,13 @@ TESTS: dict[str, tuple[str, ...]] = {
     "ps_core.codecs.int8": ("tests/unit/test_int8.py", "tests/unit/test_residuals.py", _VECTORS),
     "ps_core.codecs.int8_passes": ("tests/unit/test_int8.py",),
     "ps_core.codecs.kernels": ("tests/unit/test_int8.py",),
+    "ps_core.codecs.low_rank": ("tests/unit/test_low_rank.py", _VECTORS),
+    "ps_core.codecs.low_rank_passes": ("tests/unit/test_low_rank.py",),
     "ps_core.codecs.payloads": (
         "tests/unit/test_residuals.py",
         "tests/unit/test_sign.py",
         "tests/unit/test_sparse.py",
+        "tests/unit/test_low_rank.py",
         "tests/property/test_shard_store.py",
     ),
     "ps_core.codecs.sign": ("tests/unit/test_sign.py", _VECTORS),

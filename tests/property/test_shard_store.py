@@ -123,6 +123,17 @@ def sparse(elements: list[float], places: Iterable[int]) -> tuple[int, Codec, by
     return 0, Codec.SPARSE, raw.encode_sparse(elements, [*places]), b""
 
 
+def low_rank(
+    value: float = 1.0,
+    header: tuple[int, ...] = (8, 1, 0),
+    rows: int = 8,
+    end: int | None = None,
+) -> tuple[int, Codec, bytes, bytes]:
+    """Block 0 as 8 x 8 elements that are the square of `value`, with perhaps a wrong header."""
+    payload = raw.encode_low_rank(np.full((rows, 1), value), np.full((1, 8), value))
+    return 0, Codec.LOW_RANK, (np.array(header, "<u4").tobytes() + payload[12:])[:end], b""
+
+
 BAD = [
     pytest.param((5, Codec.FP32, ones(64), b""), InvalidKeys, "block 5", id="no-such-block"),
     pytest.param((-1, Codec.FP32, ones(64), b""), InvalidKeys, "block -1", id="negative-block"),
@@ -153,11 +164,24 @@ BAD = [
     pytest.param((0, Codec.SIGN, sign_of(0.5)[:-1], b""), InvalidTensor, "12", id="sign-short"),
     pytest.param((0, Codec.SIGN, sign_of(0.5) + b"x", b""), InvalidTensor, "12", id="sign-long"),
     pytest.param(sparse([math.nan], [3]), InvalidTensor, "'t0'", id="sparse-nan"),
-    pytest.param(sparse([], []), InvalidTensor, "a multiple of 8, at most 512", id="sparse-empty"),
+    pytest.param(sparse([], []), InvalidTensor, "a multiple of 8, from 8 to", id="sparse-empty"),
     pytest.param(sparse([1.0] * 65, range(65)), InvalidTensor, "520 bytes", id="sparse-long"),
     pytest.param(sparse([1.0], [64]), InvalidTensor, "block 0 .* not below 64", id="sparse-beyond"),
     pytest.param(sparse([1, 2], [5, 5]), InvalidTensor, "not ascending", id="sparse-twice"),
     pytest.param(sparse([1, 2], [5, 4]), InvalidTensor, "not ascending", id="sparse-back"),
+    pytest.param(low_rank(value=math.nan), InvalidTensor, "'t0'", id="low-rank-nan"),
+    pytest.param(low_rank(value=2e19), InvalidTensor, "'t0'", id="low-rank-large"),
+    pytest.param(low_rank(header=(0, 1, 0)), InvalidTensor, "rank 1 for 0 col", id="no-columns"),
+    pytest.param(low_rank(header=(65, 1, 0)), InvalidTensor, "rank 1 for 65", id="many-columns"),
+    pytest.param(low_rank(header=(8, 0, 0)), InvalidTensor, "block 0 .* rank 0", id="rank-0"),
+    pytest.param(low_rank(header=(8, 2, 0)), InvalidTensor, "rank 2 for 8", id="higher-rank"),
+    pytest.param(low_rank(header=(8, 1, 8)), InvalidTensor, "from column 8", id="first-beyond"),
+    pytest.param(low_rank(header=(8, 1, 8), rows=9), InvalidTensor, "column 8", id="a-row-beyond"),
+    pytest.param(low_rank(header=(8, 1, 1)), InvalidTensor, "from column 1", id="one-row-more"),
+    pytest.param(low_rank(header=(2**32 - 1,) * 3), InvalidTensor, "429496", id="low-rank-huge"),
+    pytest.param(low_rank(end=-4), InvalidTensor, "rank 1 for 8", id="low-rank-short"),
+    pytest.param(low_rank(end=-1), InvalidTensor, "75 bytes", id="low-rank-torn"),
+    pytest.param(low_rank(end=12), InvalidTensor, "from 20 to 256", id="low-rank-no-factors"),
 ]  # fmt: skip
 
 

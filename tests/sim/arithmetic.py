@@ -30,6 +30,7 @@ from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from docs import payload_codec
@@ -220,7 +221,9 @@ def lengths_of(table: Table, block: int) -> tuple[int, ...]:
     return _lengths(table.spec.element_count, table.spec.block_elements, block)
 
 
-_CODECS = (Codec.FP32, Codec.INT8, Codec.BF16, Codec.SPARSE, Codec.INT8, Codec.FP16)
+_CODECS = (
+    *(Codec.FP32, Codec.INT8, Codec.BF16, Codec.SPARSE, Codec.INT8, Codec.FP16, Codec.LOW_RANK),
+)
 """Each push comes in one of them; all of them hold the numbers of the simulation exactly."""
 
 
@@ -241,6 +244,12 @@ def _payload(table: Table, grad: Grad) -> tuple[Codec, bytes, bytes]:
     if codec is Codec.SPARSE:
         places = np.flatnonzero(values) if values.any() else np.zeros(1, np.intp)
         return codec, payload_codec.encode_sparse(values[places], places), presence
+    if codec is Codec.LOW_RANK:
+        begin = grad.block * table.spec.block_elements
+        factors = _factors(values, begin % _COLUMNS)
+        if len(factors) <= codec.payload_bytes(len(values)):
+            return codec, factors, presence
+        codec = Codec.FP32
     if codec is not Codec.INT8:
         return codec, payload_codec.encode(values, codec), presence
     numbers = {value for value in found if value is not None}
@@ -251,6 +260,16 @@ def _payload(table: Table, grad: Grad) -> tuple[Codec, bytes, bytes]:
         return Codec.SIGN, scales.tobytes() + bits.tobytes(), presence
     scales = np.full(-(-len(values) // SCALED_GROUP_COUNT), 0.5, "<f4")
     return codec, scales.tobytes() + (2 * values).astype(np.int8).tobytes(), presence
+
+
+_COLUMNS = TENSOR_ELEMENTS // 4
+
+
+def _factors(values: npt.NDArray[np.float32], first: int) -> bytes:
+    """A LOW_RANK payload of values that are the same in each row of the matrix."""
+    starts = np.arange(0, first + len(values), _COLUMNS) - first
+    left = values[np.maximum(starts, 0)] / 2
+    return payload_codec.encode_low_rank(left[:, None], np.full((1, _COLUMNS), 2.0), first)
 
 
 TIER_SHARE = 0.5

@@ -389,6 +389,14 @@ _ONE_TABLE = (
         _STEPS,
     ),
     Mutant(
+        "a block of low rank begins with the first column of its matrix",
+        "S3",
+        "ps_core/codecs/low_rank_passes.py",
+        "            begin = row * columns - first",
+        "            begin = row * columns",
+        _STEPS,
+    ),
+    Mutant(
         "one more is left behind than may be",
         "S7",
         "ps_server/ranges/aggregation.py",

@@ -31,13 +31,15 @@ def test_fewer_bytes_take_less_time_over_a_link(tmp_path: Path) -> None:
     assert waiting["step_s"] > waiting["compute_s"] > 0
     assert overlapping["step_over_waiting"] > 1.02
     rows = document["rows"]
-    assert [row["codec"] for row in rows] == ["none", "bf16", "fp16", "int8", "sign", "topk"]
-    whole, half, _, quarter, signs, few = rows
+    codecs = ["none", "bf16", "fp16", "int8", "sign", "topk", "lowrank"]
+    assert [row["codec"] for row in rows] == codecs
+    whole, half, _, quarter, signs, few, factors = rows
     for row, bytes_over, at_least in (
         (half, 0.5, 1.4),
         (quarter, 0.254, 1.9),
         (signs, 0.268, 1.9),
         (few, 0.26, 1.9),
+        (factors, 0.26, 1.9),
     ):
         assert abs(row["bytes_over_none"] - bytes_over) < 0.03
         assert row["round_over_none"] > at_least

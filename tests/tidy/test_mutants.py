@@ -12,6 +12,7 @@ from tests.mutation.plan import ROOT, TESTS, equivalents, source_of
 COMPILED = {
     "ps_core.compiled_loops",
     "ps_core.codecs.int8_loops",
+    "ps_core.codecs.low_rank_loops",
     "ps_core.codecs.sparse_loops",
 }
 """Compiling takes seconds for each fault; tests hold these loops to the bits of passes of numpy."""

@@ -145,6 +145,7 @@ def test_a_quality_that_is_not_finite_is_shown_and_not_in_the_median() -> None:
 def test_modes_are_separated_by_commas_though_a_mode_may_have_some() -> None:
     for text, expected in (
         ("asp:compensate=2,adaptive,bsp", ["asp:compensate=2,adaptive", "bsp"]),
+        ("bsp+lowrank:2, bsp+lowrank/none", ["bsp+lowrank:2/bf16", "bsp+lowrank:4/none"]),
         (
             "bsp, ssp:4,bsp:backup=1,grace=5ms,ASP:divide",
             ["bsp", "ssp:4", "bsp:backup=1,grace=5ms", "asp:divide"],

@@ -6,6 +6,7 @@ against the formulas of the page, written out here once more, so that the page i
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import json
@@ -145,6 +146,39 @@ def test_sparse_follows_the_page() -> None:
         assert vector["decoded"] == expected
     text = "`0000003f000080bf0000000002000000` is 0.5, 0, \N{MINUS SIGN}1"
     assert text in " ".join(PAGE.split())
+
+
+def test_low_rank_follows_the_page() -> None:
+    """A fused multiply-add would give other bits."""
+    are_fused = []
+    for vector in VECTORS["low_rank"]:
+        payload = bytes.fromhex(vector["hex"])
+        columns, rank, first = struct.unpack_from("<3I", payload)
+        rows = -(-(first + vector["elements"]) // columns)
+        numbers = struct.unpack_from(f"<{rank * (rows + columns)}f", payload, 12)
+        assert len(payload) == 12 + 4 * len(numbers) <= 4 * vector["elements"]
+        right = numbers[rows * rank :]
+        expected, fused = [], []
+        for row, column in (divmod(first + at, columns) for at in range(vector["elements"])):
+            products = [numbers[row * rank + k] * right[k * columns + column] for k in range(rank)]
+            expected.append(functools.reduce(_sum, map(_rounded, products)))
+            fused.append(functools.reduce(_sum, products))
+        assert vector["decoded"] == expected
+        are_fused.append(vector["decoded"] == fused)
+    assert not all(are_fused)
+    found = " ".join(PAGE.split())
+    assert (
+        "`0000803f000000c00000003f` `0000803f0000003f00004040` is 1, 0.5, 3, \N{MINUS SIGN}2"
+        in found
+    )
+
+
+def _sum(one: float, other: float) -> float:
+    return _rounded(one + other)
+
+
+def _rounded(value: float) -> float:
+    return float(struct.unpack("<f", struct.pack("<f", value))[0])
 
 
 def _encoded(value: float, codec: str) -> bytes:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 from docs import payload_codec as codec
 from ps_core.cluster_view import Role, Session
-from ps_core.codecs import int8, sign, sparse
+from ps_core.codecs import int8, low_rank, low_rank_loops, low_rank_passes, sign, sparse
 from ps_core.keys import (
     Incarnation,
     NodeId,
@@ -23,7 +24,7 @@ from ps_core.keys import (
     range_of_slot,
     slot_of_ordinal,
 )
-from ps_core.tables.elements import Codec, DType, pack_presence, unpack_presence
+from ps_core.tables.elements import Codec, DType, check_length, pack_presence, unpack_presence
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec, TensorSpec
@@ -113,6 +114,17 @@ def test_sparse(vector: dict[str, Any]) -> None:
     payload = np.frombuffer(bytes.fromhex(vector["hex"]), np.uint8).copy()
     decoded = np.empty(vector["elements"], np.float32)
     sparse.decode(payload, decoded)
+    assert decoded.tolist() == vector["decoded"]
+
+
+@pytest.mark.parametrize("vector", VECTORS["low_rank"])
+@pytest.mark.parametrize("kernels", [low_rank_passes, low_rank_loops])
+def test_low_rank(vector: dict[str, Any], kernels: ModuleType) -> None:
+    payload = np.frombuffer(bytes.fromhex(vector["hex"]), np.uint8).copy()
+    decoded = np.empty(vector["elements"], np.float32)
+    check_length(len(payload), Codec.LOW_RANK, len(decoded))
+    matrix = low_rank.matrix_of(payload, len(decoded))
+    kernels.decode(*low_rank.factors(payload, matrix), matrix.first, decoded)
     assert decoded.tolist() == vector["decoded"]
 
 

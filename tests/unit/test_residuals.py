@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -12,14 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_core.codecs import int8, sparse
+from ps_core import limits
+from ps_core.codecs import int8, low_rank, sparse
 from ps_core.codecs.choices import PushCodec, name_of
 from ps_core.codecs.int8_passes import Floats
+from ps_core.codecs.low_rank import BlockMatrix
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, InvalidTensor
 from ps_core.keys import TableId
 from ps_core.tables.elements import Codec, DType, pack_presence
 from ps_core.tables.table import Table
-from ps_worker.compression.push_encoder import PushEncoder, decode_into
+from ps_worker.compression.push_encoder import CodedPayload, PushEncoder, decode_into
 from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs, codecs_of
 from ps_worker.spec.optimizers import SGD, Assign
 from ps_worker.spec.settings import TableOptions, table_spec
@@ -30,8 +33,8 @@ from ps_worker.window.push_window import StepTerms
 Doubles = npt.NDArray[np.float64]
 
 INT8 = PushCodec(Codec.INT8)
-BLOCK, COUNT = 64, 150
-TENSORS = (("a", 40), ("b", 60), ("c", 50))
+BLOCK, COUNT = 128, 300
+TENSORS = (("a", 80), ("b", 120), ("c", 100))
 
 
 def table(dtype: DType = DType.FLOAT32) -> Table:
@@ -104,7 +107,9 @@ def gradients(draw: np.random.Generator, block: int) -> npt.NDArray[np.float32]:
     return scaled
 
 
-@pytest.mark.parametrize("codec", ["int8", "sign", "topk:0.1", "randomk:0.1", "topk:0.05:5"])
+@pytest.mark.parametrize(
+    "codec", ["int8", "sign", "topk:0.1", "randomk:0.1", "topk:0.05:5", "lowrank:1"]
+)
 @given(data=st.data(), seed=st.integers(0, 2**16))
 def test_nothing_is_lost_whatever_becomes_of_the_steps(
     codec: str, data: st.DataObject, seed: int
@@ -143,24 +148,27 @@ def test_what_is_applied_on_arrival_counts_though_the_step_is_skipped() -> None:
     assert left.any()
 
 
-def test_elements_of_absent_tensors_are_nothing_and_leave_their_residuals() -> None:
+@pytest.mark.parametrize("codec", ["int8", "sign", "topk:0.1", "lowrank:1"])
+def test_elements_of_absent_tensors_are_nothing_and_leave_their_residuals(codec: str) -> None:
     """Whatever lies in their place."""
-    encoder = PushEncoder(table(), INT8, 0)
+    encoder = PushEncoder(table(), PushCodec.parsed(codec), 0)
     gradient = np.linspace(-1, 1, BLOCK, dtype=np.float32)
     encoder.encode(1, BlockValues(0, gradient.data.cast("B")))
     encoder.sealed(1, 1.0, takes_part=True)
     before = encoder.state_dict()["residuals"].numpy().copy()
     garbage = np.full(BLOCK, np.nan, np.float32)
-    garbage[:40] = 0.125
+    garbage[:80] = 0.125
     presence = pack_presence((True, False))
-    _, payload = encoder.encode(2, BlockValues(0, garbage.data.cast("B"), presence))
+    coded = encoder.encode(2, BlockValues(0, garbage.data.cast("B"), presence))
     encoder.sealed(2, 1.0, takes_part=True)
-    taken = np.empty(BLOCK, np.float32)
-    int8.decode(payload, taken)
+    taken = decoded(coded)
     after = encoder.state_dict()["residuals"].numpy()
-    assert np.array_equal(after[40:BLOCK], before[40:BLOCK])
-    assert not taken[40:].any()
-    assert np.allclose(taken[:40] + after[:40], before[:40] + 0.125)
+    assert np.array_equal(after[80:BLOCK], before[80:BLOCK])
+    assert np.allclose(taken[:80] + after[:80], before[:80] + 0.125, atol=1e-6)
+    encoder.ended(2, {0})
+    back = encoder.state_dict()["residuals"].numpy()
+    assert np.array_equal(back[80:BLOCK], before[80:BLOCK]), "servers take nothing of them"
+    assert np.allclose(back[:80], before[:80] + 0.125, atol=1e-6)
 
 
 def test_a_payload_stays_as_it_is_until_its_step_has_ended() -> None:
@@ -181,7 +189,7 @@ def test_a_payload_stays_as_it_is_until_its_step_has_ended() -> None:
 
 
 def test_the_same_step_has_the_same_bytes_and_another_rank_others() -> None:
-    gradient = np.linspace(-1, 1, BLOCK, dtype=np.float32)
+    gradient = np.linspace(-1, 0.9, BLOCK, dtype=np.float32)
 
     def encoded(rank: int, clock: int = 1, block: int = 0) -> bytes:
         encoder = PushEncoder(table(), INT8, rank)
@@ -191,18 +199,152 @@ def test_the_same_step_has_the_same_bytes_and_another_rank_others() -> None:
     assert len({encoded(0), encoded(1), encoded(0, 2), encoded(0, 1, 1)}) == 4
 
 
-def test_residuals_go_on_from_a_checkpoint() -> None:
-    encoder, gradient = PushEncoder(table(), INT8, 0), np.linspace(-1, 1, BLOCK)
-    values = BlockValues(1, gradient.astype(np.float32).data.cast("B"))
-    encoder.encode(1, values)
-    encoder.sealed(1, 0.5, takes_part=True)
+@pytest.mark.parametrize("codec", ["int8", "lowrank:1"])
+def test_residuals_go_on_from_a_checkpoint(codec: str) -> None:
+    encoder, resumed = (PushEncoder(table(), PushCodec.parsed(codec), 0) for _ in range(2))
+    values = BlockValues(1, np.linspace(-1, 1, BLOCK, dtype=np.float32).data.cast("B"))
+    for clock in (1, 2):
+        encoder.encode(clock, values)
+        encoder.sealed(clock, 0.5, takes_part=True)
     saved = encoder.state_dict()
-    resumed = PushEncoder(table(), INT8, 0)
     resumed.load_state_dict(saved)
-    assert np.array_equal(resumed.encode(2, values).payload, encoder.encode(2, values).payload)
+    assert np.array_equal(resumed.encode(3, values).payload, encoder.encode(3, values).payload)
     saved["residuals"] = saved["residuals"][1:]
-    with pytest.raises(InvalidCheckpoint, match="149"):
+    with pytest.raises(InvalidCheckpoint, match="299"):
         PushEncoder(table(), INT8, 0).load_state_dict(saved)
+
+
+def test_another_rank_goes_on_from_the_residuals_alone() -> None:
+    encoder, other = low_rank_encoder(1), low_rank_encoder(2)
+    gradient = np.random.default_rng(1).standard_normal(WIDE, np.float32)
+    encoder.encode(1, BlockValues(0, gradient.data.cast("B")))
+    encoder.sealed(1, 1.0, takes_part=True)
+    other.load_state_dict(encoder.state_dict())
+    codec, _ = other.encode(2, BlockValues(0, gradient.data.cast("B")))
+    assert codec is Codec.LOW_RANK
+    found, saved = other.state_dict(), encoder.state_dict()
+    assert np.array_equal(found["residuals"], saved["residuals"])
+    assert not found["starts"].any()
+
+
+WIDE = 1024
+"""Elements of a block with room for a matrix of more than rank 1."""
+
+
+def low_rank_encoder(rank: int, *shapes: tuple[int, ...]) -> PushEncoder:
+    """Of a table of tensors of these shapes, in blocks of WIDE elements."""
+    layout = [(f"t{at}", shape) for at, shape in enumerate(shapes or [(WIDE,)])]
+    spec = table_spec("t", layout, SGD(lr=1.0), {"block_elements": WIDE})
+    return PushEncoder(Table(TableId(1), 0, spec), PushCodec.parsed(f"lowrank:{rank}"), 0)
+
+
+def decoded(coded: CodedPayload, count: int = BLOCK) -> Floats:
+    out = np.empty(count, np.float32)
+    decode_into(coded.payload.data, coded.codec, out.view(np.uint8), Codec.FP32)
+    return out
+
+
+@pytest.mark.parametrize("shift", [0, 101, WIDE - 33])
+def test_rows_of_a_tensor_are_those_of_the_matrix_wherever_blocks_begin(shift: int) -> None:
+    """A tensor of rank 1 arrives at once: rows that two blocks share have a direction each."""
+    draw, columns = np.random.default_rng(2), 33
+    tensor = np.outer(draw.standard_normal(90), draw.standard_normal(columns)).astype(np.float32)
+    encoder = low_rank_encoder(3, (shift,), tensor.shape)
+    whole = np.concatenate((np.zeros(shift, np.float32), tensor.reshape(-1)))
+    for block in (1, 2):
+        gradient = whole[block * WIDE : (block + 1) * WIDE]
+        coded = encoder.encode(1, BlockValues(block, gradient.data.cast("B")))
+        matrix = low_rank.matrix_of(coded.payload, len(gradient))
+        assert (matrix.columns, matrix.first) == (columns, (block * WIDE - shift) % columns)
+        assert np.allclose(decoded(coded, len(gradient)), gradient, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((4 * WIDE,), (32, 0)),
+        ((), None),
+        ((64, 16), (16, 0)),
+        ((16, 4, 16), (64, 0)),
+        ((512, 2), (32, 0)),
+        ((2, 512), (32, 0)),
+        ((10, 10), None),
+    ],
+)
+def test_a_matrix_is_that_of_the_largest_tensor_or_square(
+    shape: tuple[int, ...], expected: tuple[int, int] | None
+) -> None:
+    """It must take fewer bytes than INT8, which the block travels as otherwise."""
+    encoder = low_rank_encoder(2, shape)
+    count = min(WIDE, math.prod(shape))
+    gradient = np.linspace(-1, 1, count, dtype=np.float32)
+    coded = encoder.encode(1, BlockValues(0, gradient.data.cast("B")))
+    if expected is None:
+        assert coded.codec is Codec.INT8
+    else:
+        assert coded.codec is Codec.LOW_RANK
+        assert coded.payload.nbytes < Codec.INT8.payload_bytes(count)
+        matrix = low_rank.matrix_of(coded.payload, count)
+        assert (matrix.columns, matrix.first) == expected
+
+
+def test_an_iteration_goes_on_from_the_last_push_that_counted() -> None:
+    """A step encoded again, withdrawn or skipped leaves the start that it had."""
+    draw = np.random.default_rng(3)
+    first, other = (
+        BlockValues(0, draw.standard_normal(WIDE, np.float32).data.cast("B")) for _ in range(2)
+    )
+
+    def second(*, disturb: Callable[[PushEncoder], None]) -> bytes:
+        encoder = low_rank_encoder(2)
+        encoder.encode(1, first)
+        encoder.sealed(1, 1.0, takes_part=True)
+        disturb(encoder)
+        return encoder.encode(3, first).payload.tobytes()
+
+    def again(encoder: PushEncoder) -> None:
+        encoder.encode(3, other)
+        encoder.encode(3, first)
+
+    def withdrawn(encoder: PushEncoder) -> None:
+        encoder.encode(2, other)
+        encoder.keep_only(2, ())
+        encoder.sealed(2, 1.0, takes_part=True)
+
+    def skipped(encoder: PushEncoder) -> None:
+        encoder.encode(2, other)
+        encoder.sealed(2, 1.0, takes_part=False)
+
+    def counted(encoder: PushEncoder) -> None:
+        encoder.encode(2, other)
+        encoder.sealed(2, 1.0, takes_part=True)
+
+    expected = second(disturb=lambda _: None)
+    for nothing in (again, withdrawn, skipped):
+        assert second(disturb=nothing) == expected, nothing.__name__
+    assert second(disturb=counted) != expected
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan, 3e38])
+def test_a_block_whose_factors_would_not_be_finite_travels_as_int8_for_once(bad: float) -> None:
+    encoder = low_rank_encoder(2)
+    gradient = np.random.default_rng(4).standard_normal(WIDE, np.float32)
+    values = BlockValues(0, gradient.data.cast("B"))
+    encoder.encode(1, values)
+    encoder.sealed(1, 1.0, takes_part=True)
+    starts = encoder.state_dict()["starts"].numpy()
+    wrong = gradient.copy()
+    wrong[7] = bad
+    coded = encoder.encode(2, BlockValues(0, wrong.data.cast("B")))
+    encoder.sealed(2, 1.0, takes_part=True)
+    assert coded.codec is Codec.INT8
+    assert np.isfinite(decoded(coded, WIDE)[300:]).all()
+    state = encoder.state_dict()
+    assert np.isfinite(state["residuals"].numpy()).all()
+    assert np.array_equal(state["starts"].numpy(), starts)
+    encoder.encode(3, values)
+    encoder.sealed(3, 1.0, takes_part=True)
+    assert encoder.encode(4, values).codec is Codec.LOW_RANK
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT64])
@@ -288,6 +430,26 @@ def test_a_warm_up_is_a_number_of_steps(text: str) -> None:
         PushCodec.parsed(text)
 
 
+@pytest.mark.parametrize("text", ["lowrank:0", "lowrank:65", "lowrank:x", "lowrank:2:3"])
+def test_a_rank_is_a_number_that_saves_something(text: str) -> None:
+    words = f"push_codec is '{text}'; expected lowrank:RANK, with a rank of 1 to 64"
+    with pytest.raises(InvalidConfig, match=words):
+        PushCodec.parsed(text)
+    size = limits.DEFAULT_BLOCK_ELEMENTS
+    most, beyond = (BlockMatrix.square(size, rank).payload_bytes for rank in (64, 65))
+    assert most < Codec.INT8.payload_bytes(size) < beyond
+
+
+def test_every_dense_table_may_have_low_rank() -> None:
+    """Its small blocks travel as INT8, which has fewer bits than any dtype."""
+    half = table_spec("t", 8, SGD(lr=1.0), {"dtype": "bfloat16"})
+    assert codecs_of(half, {"push_codec": "lowrank:2"}, ("none", "none")).push == PushCodec(
+        Codec.LOW_RANK, matrix_rank=2
+    )
+    codec, size = PushCodec.parsed("lowrank:4"), limits.DEFAULT_BLOCK_ELEMENTS
+    assert codec.payload_bytes(2 * size + 100, 1) == 2 * (12 + 16 * 1024) + 104
+
+
 def test_only_pushes_have_a_share() -> None:
     spec = table_spec("t", 8, SGD(lr=1.0), {})
     with pytest.raises(InvalidConfig, match="pull_codec is 'topk'; expected one of none, fp32"):
@@ -304,8 +466,9 @@ def test_only_pushes_have_a_share() -> None:
 
 
 def test_choices_are_shown_as_they_were_made() -> None:
-    for text in ("int8", "sign", "topk:0.01", "randomk:0.001", "topk:0.02:500"):
+    for text in ("int8", "sign", "topk:0.01", "randomk:0.001", "topk:0.02:500", "lowrank:2"):
         assert str(PushCodec.parsed(text)) == text
+    assert str(PushCodec.parsed("lowrank")) == "lowrank:4"
     assert str(PushCodec.parsed("topk")) == "topk:0.01"
     assert name_of(None) == "none"
     assert name_of(Codec.INT8) == "int8"
@@ -364,7 +527,7 @@ def test_a_run_that_a_codec_makes_diverge_falls_back_and_converges() -> None:
     assert told == [1]
 
 
-@pytest.mark.parametrize("codec", ["sign", "topk:0.05", "int8"])
+@pytest.mark.parametrize("codec", ["sign", "topk:0.05", "int8", "lowrank:1"])
 def test_a_run_that_converges_does_not_fall_back(codec: str) -> None:
     told: list[int] = []
     assert descended(through(PushEncoder(table(), PushCodec.parsed(codec), 0, told.append))) < 0.1

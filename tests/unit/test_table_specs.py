@@ -625,11 +625,24 @@ def test_a_sparse_payload_has_eight_bytes_for_each_element_that_is_sent() -> Non
     check_length(24, Codec.SPARSE, 3)
     for wrong in (0, 7, 12, 32):
         with pytest.raises(
-            InvalidTensor, match=f"{wrong} bytes; expected a multiple of 8, at m.* 24"
+            InvalidTensor, match=f"{wrong} bytes; expected a multiple of 8, from 8 to 24"
         ):
             check_length(wrong, Codec.SPARSE, 3)
     assert not Codec.SPARSE.is_raw
 
 
-def test_signs_and_a_few_elements_are_no_values() -> None:
-    assert {codec for codec in Codec if codec.is_for_pushes_alone} == {Codec.SIGN, Codec.SPARSE}
+def test_a_low_rank_payload_has_whole_numbers_of_four_bytes_and_no_more_than_float32() -> None:
+    for right in (20, 24, 36):
+        check_length(right, Codec.LOW_RANK, 9)
+    for wrong in (0, 12, 16, 21, 40):
+        words = f"{wrong} bytes; expected a multiple of 4, from 20 to 36"
+        with pytest.raises(InvalidTensor, match=words):
+            check_length(wrong, Codec.LOW_RANK, 9)
+    with pytest.raises(InvalidTensor):
+        check_length(8, Codec.LOW_RANK, 2)  # shorter than any, though as long as float32
+    assert not Codec.LOW_RANK.is_raw
+
+
+def test_what_leaves_a_part_to_later_pushes_is_no_codec_of_values() -> None:
+    of_pushes = {codec for codec in Codec if codec.is_for_pushes_alone}
+    assert of_pushes == {Codec.SIGN, Codec.SPARSE, Codec.LOW_RANK}

@@ -25,6 +25,7 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CODEC_INT8: _ClassVar[Codec]
     CODEC_SIGN: _ClassVar[Codec]
     CODEC_SPARSE: _ClassVar[Codec]
+    CODEC_LOW_RANK: _ClassVar[Codec]
 
 class Dtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -126,6 +127,7 @@ CODEC_FP64: Codec
 CODEC_INT8: Codec
 CODEC_SIGN: Codec
 CODEC_SPARSE: Codec
+CODEC_LOW_RANK: Codec
 DTYPE_UNSPECIFIED: Dtype
 DTYPE_FLOAT32: Dtype
 DTYPE_FLOAT16: Dtype

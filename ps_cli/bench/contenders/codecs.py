@@ -18,12 +18,12 @@ from ps_core.keys import TableId
 from ps_core.tables.elements import Codec
 from ps_core.tables.table import Table
 from ps_runtime.grpc.channels import tune_allocator
-from ps_worker.compression.push_encoder import PushEncoder, decode_into
+from ps_worker.compression.push_encoder import CodedPayload, PushEncoder, decode_into
 from ps_worker.spec.settings import table_spec
 from ps_worker.spec.values import BlockValues
 
 ELEMENT_BYTES = 4
-CODECS = ("bf16", "fp16", "int8", "sign", "topk")
+CODECS = ("bf16", "fp16", "int8", "sign", "topk", "lowrank")
 """Choices of a push's codec."""
 
 
@@ -33,13 +33,12 @@ class _Coder:
     def __init__(self, codec: PushCodec, element_count: int) -> None:
         spec = table_spec("bench", element_count, ps.SGD(lr=0.1).spec(), {})
         self._table = Table(TableId(1), 0, spec)
-        self._codec = codec.codec
         self._encoder = PushEncoder(self._table, codec, 0)
         self._values = np.empty(element_count, np.float32)
         self._values[:] = np.random.default_rng(1).standard_normal(element_count, np.float32)
         self._out = np.zeros(element_count, np.float32)
         self._clock = 0
-        self._payloads: list[memoryview] = []
+        self._payloads: list[CodedPayload] = []
 
     def encode(self) -> float:
         """Seconds of a step's encoding, in which residuals are read and written."""
@@ -50,7 +49,7 @@ class _Coder:
         self._payloads = [
             self._encoder.encode(
                 self._clock, BlockValues(block, raw[block * size : (block + 1) * size])
-            ).payload.data
+            )
             for block in range(self._table.block_count)
         ]
         self._encoder.sealed(self._clock, 1.0, takes_part=True)
@@ -63,9 +62,9 @@ class _Coder:
         size = self._table.spec.block_elements * ELEMENT_BYTES
         raw = self._out.view(np.uint8)
         began_s = time.perf_counter()
-        for block, payload in enumerate(self._payloads):
+        for block, (codec, payload) in enumerate(self._payloads):
             part = raw[block * size : (block + 1) * size]
-            decode_into(payload, self._codec, part, Codec.FP32)
+            decode_into(payload.data, codec, part, Codec.FP32)
         return time.perf_counter() - began_s
 
 

@@ -89,7 +89,7 @@ def codecs_view(document: dict[str, Any]) -> RenderableType:
     alone = figures_table(
         "codecs: GB/s of float32 on one core",
         *("encode", "decode"),
-        caption=f"memcpy: {ceilings['memcpy_gb_s']:.2f} GB/s; the last three keep what is left",
+        caption=f"memcpy: {ceilings['memcpy_gb_s']:.2f} GB/s; the last four keep what is left",
     )
     for codec in CODECS:
         ways = (ceilings[f"{codec}_{way}_gb_s"] for way in ("encode", "decode"))

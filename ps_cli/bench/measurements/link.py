@@ -20,7 +20,7 @@ from ps_runtime.cluster import join_secret
 
 DEFAULT_SIZE_MB = 64
 QUICK_SIZE_MB = 2
-CODECS = (NONE, "bf16", "fp16", "int8", "sign", "topk")
+CODECS = (NONE, "bf16", "fp16", "int8", "sign", "topk", "lowrank")
 
 
 def link(settings: BenchSettings) -> dict[str, Any]:

@@ -39,7 +39,7 @@ ROUND_COUNT = 5
 STEP_COUNT = 4
 """Steps of an action."""
 
-CODECS = (NONE, "bf16", "fp16", "int8", "sign", "topk")
+CODECS = (NONE, "bf16", "fp16", "int8", "sign", "topk", "lowrank")
 _PULL_CODECS = tuple(codec for codec in CODECS if codec in PULL_CHOICES)
 _PLAIN = "bsp|none|none"
 
