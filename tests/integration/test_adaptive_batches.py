@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -67,30 +66,35 @@ class Recorder:
         self.means.append(float(self.weight.detach()[0]) - before)
 
 
-def test_the_slow_worker_gets_fewer_samples_and_the_mean_is_that_of_all(
-    workers: list[ps.Client],
-) -> None:
-    """Computation takes 2 ms a sample at one worker, and half of a millisecond at the others."""
-    name = f"model-{next(_names)}"
+def test_the_slow_worker_gets_fewer_samples_and_the_mean_is_that_of_all() -> None:
+    """A step takes a worker six times as long as others, however few samples it has."""
 
-    def work(client: ps.Client) -> Recorder:
-        recorder = Recorder(client, name)
-        batches = client.adaptive_batches(SAMPLES, BATCH, every=4, name=name)
+    def work(rank: int) -> Recorder:
+        options: Any = {"rank": rank, "compute": "permanent:5ms,30ms,rank=2"}
+        with ps.connect(cluster.address, **options) as client:
+            return trained(client)
+
+    def trained(client: ps.Client) -> Recorder:
+        recorder = Recorder(client, "model")
+        batches = client.adaptive_batches(SAMPLES, BATCH, bounds=(2, 12), every=4)
         for number in range(batches.pass_number, 2):
             assert batches.pass_number == number
             for indexes in batches.over(batches):
-                time.sleep((0.002 if client.rank == 2 else 0.0005) * len(indexes))
                 recorder.train(indexes, batches.weight)
         return recorder
 
-    found = together(workers, work)
+    with (
+        ps.local_cluster(servers=1, workers=WORKERS) as cluster,
+        ThreadPoolExecutor(WORKERS) as threads,
+    ):
+        found = list(threads.map(work, range(WORKERS)))
     seen = Counter(index for recorder in found for index in recorder.seen)
     assert seen == dict.fromkeys(range(SAMPLES), 2)
     steps = list(zip(*(recorder.sizes for recorder in found), strict=True))
     assert steps[:8] == [(BATCH,) * 3] * 8
     assert all(sum(sizes) == BATCH * WORKERS for sizes in steps)
-    last = [sum(recorder.sizes[-12:]) / 12 for recorder in found]
-    assert last[2] < 0.5 * min(last[:2]), f"a third of the speed or less: {last}"
+    assert {recorder.sizes[-2] for recorder in found[:2]} <= {10, 11, 12}
+    assert found[2].sizes[-2] == 2
     places = [0] * WORKERS
     for step, sizes in enumerate(steps):
         indexes = [r.seen[p : p + n] for r, p, n in zip(found, places, sizes, strict=True)]
