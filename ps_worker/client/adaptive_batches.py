@@ -74,6 +74,7 @@ class AdaptiveBatches:
         self._pass_number = self._begun = 0
         self._batches = HandedBatches(self._mark)
         self._plan: BatchPlan | None = None
+        self._agreed_step, self._began_s = 0, 0.0  # of the present window
 
     def attach(self, checkpoints: ClientCheckpoints, name: str) -> None:
         """Have checkpoints keep the position under this name; blocks while it reads the one of the
@@ -103,27 +104,47 @@ class AdaptiveBatches:
         Args:
             loader: a `DataLoader` with this object as its batch_sampler, or this object.
 
-        Blocking: at its start, and after every `every`-th batch, until all workers are there.
+        Blocking: at the first batch, and after every `every`-th, until all workers are there.
 
         Raises:
             InvalidConfig: a table is not under BSP, or has backup workers or `ps.Outer`; workers
                 gave other values; or the loader fetches further ahead than `every` batches.
-            WaitExpired: a worker is missing, named by the message.
+            WaitExpired: a worker is missing, named by the message. Iterate what `over` returned
+                again to go on.
         """
+        return _PassBatches(self, loader)
+
+    def begin(self) -> None:
+        """Begin a pass, or go on with it, at all workers."""
         self._check_tables()
         self._begun = self._position
         self._check_alike()
-        plan = self._plan = BatchPlan(self._spec, self._begun, self.sizes)
+        self._plan = BatchPlan(self._spec, self._begun, self.sizes)
         self._batches = HandedBatches(self._mark)
-        began_s = self._computing_s
-        for batch in loader:
-            step = self._batches.count
-            if step and not step % self._spec.every:
-                self._agree(plan, step, self._computing_s - began_s)
-                began_s = self._computing_s
-            self._batches.hand()
-            self.weight = plan.weight(step, self._rank)
-            yield batch
+        self._agreed_step, self._began_s = 0, self._computing_s
+
+    def agree(self) -> None:
+        """At the end of a window, exchange speeds with all workers, and set the sizes of a later
+        one.
+        """
+        step, plan = self._batches.count, self._plan
+        if plan is None or step % self._spec.every or step == self._agreed_step:
+            return
+        steps = range(step - self._spec.every, step)
+        sample_count = sum(len(plan.batch(each, self._rank) or ()) for each in steps)
+        speed = sample_count / max(self._computing_s - self._began_s, _SHORTEST_S)
+        self._speeds = dict(self._collectives.gather((self._rank, speed), name="batch sizes"))
+        plan.agree(self.sizes)
+        self._agreed_step, self._began_s = step, self._computing_s
+
+    def hand(self) -> None:
+        """The script gets the next batch."""
+        assert self._plan is not None  # noqa: S101 - the pass has begun
+        self.weight = self._plan.weight(self._batches.count, self._rank)
+        self._batches.hand()
+
+    def end(self) -> None:
+        """The pass has ended."""
         self._plan = None
         self._pass_number += 1
         self._begun = 0
@@ -146,14 +167,6 @@ class AdaptiveBatches:
         while (places := plan.batch(step, self._rank)) is not None:
             yield order[places.start : places.stop].tolist()
             step += 1
-
-    def _agree(self, plan: BatchPlan, step: int, computed_s: float) -> None:
-        """Exchange speeds with all workers, and set the sizes of a later window."""
-        steps = range(step - self._spec.every, step)
-        runs = (plan.batch(each, self._rank) or () for each in steps)
-        speed = float(sum(map(len, runs))) / max(computed_s, _SHORTEST_S)
-        self._speeds = dict(self._collectives.gather((self._rank, speed), name="batch sizes"))
-        plan.agree(self.sizes)
 
     @property
     def _computing_s(self) -> float:
@@ -225,3 +238,25 @@ class AdaptiveBatches:
             )
         self._plan = None
         self._pass_number, self._begun = state_dict["pass"], state_dict["begun"]
+
+
+class _PassBatches(Iterator[BatchT]):
+    """The batches of one pass, for `over`. A call that raises WaitExpired may be repeated."""
+
+    def __init__(self, batches: AdaptiveBatches, loader: Iterable[BatchT]) -> None:
+        self._batches = batches
+        self._loader = loader
+        self._iterator: Iterator[BatchT] | None = None
+
+    def __next__(self) -> BatchT:
+        if self._iterator is None:
+            self._batches.begin()
+            self._iterator = iter(self._loader)
+        self._batches.agree()
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self._batches.end()
+            raise
+        self._batches.hand()
+        return batch

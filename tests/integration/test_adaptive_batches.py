@@ -93,8 +93,8 @@ def test_the_slow_worker_gets_fewer_samples_and_the_mean_is_that_of_all() -> Non
     steps = list(zip(*(recorder.sizes for recorder in found), strict=True))
     assert steps[:8] == [(BATCH,) * 3] * 8
     assert all(sum(sizes) == BATCH * WORKERS for sizes in steps)
-    assert {recorder.sizes[-2] for recorder in found[:2]} <= {10, 11, 12}
-    assert found[2].sizes[-2] == 2
+    last = [sum(recorder.sizes[-10:]) for recorder in found]
+    assert last[2] < 0.7 * min(last[:2]), last
     places = [0] * WORKERS
     for step, sizes in enumerate(steps):
         indexes = [r.seen[p : p + n] for r, p, n in zip(found, places, sizes, strict=True)]
@@ -196,6 +196,45 @@ def test_the_others_go_on_without_a_worker_that_is_gone() -> None:
     assert [len(sizes[rank]) for rank in (0, 1)] == [len(sizes[0])] * 2
     assert sizes[0][3] + sizes[1][3] == 2 * BATCH
     assert sizes[0][8] + sizes[1][8] == WORKERS * BATCH
+
+
+def test_a_wait_that_expires_is_taken_up_again() -> None:
+    """At the first batch, and at the first agreement."""
+
+    def trained(client: ps.Client, batches: Iterator[list[int]], until: int) -> None:
+        while len(seen[client.rank]) < until:
+            seen[client.rank].append(next(batches))
+            optimizers[client.rank].zero_grad()
+            weights[client.rank].sum().backward()
+            optimizers[client.rank].step()
+
+    with (
+        ps.local_cluster(servers=1, workers=2) as cluster,
+        ps.connect(cluster.address, rank=0, request_deadline_s=1.0) as first,
+        ps.connect(cluster.address, rank=1) as second,
+    ):
+        clients, seen = [first, second], [list[list[int]](), list[list[int]]()]
+        weights = [torch.nn.Parameter(torch.zeros(4)) for _ in clients]
+        optimizers = [
+            ps.DistributedOptimizer(client, [weight], ps.SGD(lr=1.0), name="model")
+            for client, weight in zip(clients, weights, strict=True)
+        ]
+        loops = []
+        for client in clients:
+            batches = client.adaptive_batches(64, 4, every=2)
+            loops.append(batches.over(batches))
+        with ThreadPoolExecutor(2) as threads:
+            for until in (0, 2):
+                with pytest.raises(ps.WaitExpired, match="worker 1"):
+                    next(loops[0])
+                other = threads.submit(trained, second, loops[1], until + 2)
+                trained(first, loops[0], until + 2)
+                other.result()
+            assert list(map(len, seen)) == [4, 4]
+            other = threads.submit(trained, second, loops[1], 8)
+            trained(first, loops[0], 8)
+            other.result()
+        assert sorted(index for own in seen for batch in own for index in batch) == list(range(64))
 
 
 # --- bad input
