@@ -16,6 +16,7 @@ from ps_worker.spec.flat_layout import named_group, table_layouts
 from ps_worker.spec.optimizers import ServerOptimizer
 from ps_worker.spec.settings import BSP, table_spec
 from ps_worker.spec.training_options import TrainingOptions
+from ps_worker.steps.held_values import HeldValues
 from ps_worker.steps.steps import PullTicket, PushBody, TableHandle, TableStep, TableSteps
 from ps_worker.training.tables.trained_table import TrainedTable
 from ps_worker.window.push_window import StepTerms
@@ -47,8 +48,8 @@ class TableClient:
     def begin_step(self, handle: TableHandle) -> TableStep:
         return handle.steps.open_step()
 
-    def start(self, handle: TableHandle, raw: Any) -> PullTicket[Any]:
-        del raw
+    def start(self, handle: TableHandle, raw: Any, *, held: HeldValues) -> PullTicket[Any]:
+        del raw, held
         return PullTicket(handle.table, Future())
 
     def open_step(self, table: Table, clock: int, future: Future[Any]) -> None:

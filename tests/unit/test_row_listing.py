@@ -77,7 +77,8 @@ class Server:
     def begun(self, *skips: int) -> RangeRead:
         """The listing of both partitions, decided on and not made."""
         terms = PullTerms(WORKER, self._clock, 9.0)
-        read = RangeRead(terms, PLACE, (0, 1), (), skips)
+        part = parameters_pb2.RangePull(blocks=(0, 1), skipped_row_counts=skips)
+        read = RangeRead(terms, PLACE, part)
         self.node.begin_read(read)
         assert read.is_answered
         return read
