@@ -390,8 +390,7 @@ class RangeRead:
         elif terms.shared and not terms.array and not self._skips:
             self._shared = shards.segments.shared_with(terms.session, key, self._codec)
         self._blocks = self._blocks or state.blocks
-        if not (terms.array or self._ids or self._skips):
-            self._held = dict(zip(self._blocks, self._held_versions, strict=False))
+        self._held = dict(zip(self._blocks, self._held_versions, strict=False))
         self._block_bytes = self._codec.payload_bytes(spec.block_elements)
         if self._ids:
             count = max(map(len, self._ids.values())) // limits.ROW_ID_BYTES

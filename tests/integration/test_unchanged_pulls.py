@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import nn
 
 import ps_worker as ps
-from tests.integration.outer_training import together
 from tests.integration.replicated_cluster import (
     DEADLINE_S,
     ReplicatedCluster,
     replicated_cluster,
+    together,
 )
 from tests.integration.training_models import differing, values
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+T = TypeVar("T")
 
 WORKERS = 2
 BLOCK = 64
@@ -59,6 +61,10 @@ def clients(
             )
             for _ in range(WORKERS)
         ]
+
+
+def at_all(each: Iterable[T], work: Callable[[T], Any]) -> list[Any]:
+    return together(partial(work, one) for one in each)
 
 
 class Trainer:
@@ -127,7 +133,7 @@ def test_a_layer_that_no_backward_pass_reaches_comes_once(
         found.append(trainer.step(uses_all=True))
         return [*found, trainer.step()]
 
-    for (came, unchanged), *later in together(clients, train):
+    for (came, unchanged), *later in at_all(clients, train):
         assert came + unchanged == USED + UNUSED
         assert later == [(USED, UNUSED)] * 3 + [(USED + UNUSED, 0), (USED, UNUSED)]
 
@@ -146,7 +152,7 @@ def test_a_step_that_all_skip_brings_nothing(clients: list[ps.Client]) -> None:
             after.unchanged_bytes - before.unchanged_bytes,
         )
 
-    for found in together(clients, train):
+    for found in at_all(clients, train):
         assert found == (0, 4 * BLOCK * (USED + UNUSED))
 
 
@@ -161,7 +167,7 @@ def test_an_edit_brings_everything_once(clients: list[ps.Client]) -> None:
         assert trainer.model.unused.eq(0.25).all()
         return found
 
-    for found in together(clients, train):
+    for found in at_all(clients, train):
         assert found == [(USED + UNUSED + USED, UNUSED), (USED, UNUSED)]
 
 
@@ -179,7 +185,7 @@ def test_what_a_refused_edit_has_left_is_not_taken_for_the_servers(
         trainer.model.unused.data.copy_(kept)
         return trainer.step()
 
-    for found in together(clients, train):
+    for found in at_all(clients, train):
         assert found == (USED, UNUSED)
 
 
@@ -193,33 +199,40 @@ def test_outer_steps_bring_what_they_changed(clients: list[ps.Client]) -> None:
         trainer = Trainer(client, "outer", optimizer=ps.Outer(inner, inner_steps=1))
         return [trainer.step() for _ in range(3)]
 
-    for found in together(clients, train):
+    for found in at_all(clients, train):
         assert found[1:] == [(USED + UNUSED, 0)] * 2
 
 
-def test_a_killed_server_changes_no_bit(
+def test_a_killed_server_leaves_nobody_with_old_values(
     cluster: ReplicatedCluster, clients: list[ps.Client]
 ) -> None:
-    """The server that takes its ranges over has the versions, and knows of no edit."""
+    """The server that takes its ranges over has the versions, and counts edits anew: to a reader
+    that has values from before an edit it says the numbers that these had.
+    """
     cluster.have(3)
     cluster.healed()
+    trainers = at_all(clients, partial(Trainer, name="killed"))
 
-    def train(client: ps.Client, name: str, *, kills: bool) -> dict[str, torch.Tensor]:
-        trainer = Trainer(client, name)
-        for step in range(8):
-            if step in (2, 5):
-                trainer.model.unused.data.fill_(step / 8)
-            if step == 4 and kills and client.rank == 0:
-                dying = cluster.a_primary()
-                cluster.kill(dying)
-                cluster.taken_over_from(dying)
-            trainer.step(uses_all=step == 6)
-        return values(trainer.model)
+    def edit(trainer: Trainer, value: float) -> None:
+        trainer.model.unused.data.fill_(value)
+        trainer.step()
 
-    calm = together(clients, partial(train, name="calm", kills=False))
-    killed = together(clients, partial(train, name="killed", kills=True))
-    for each in (*calm, *killed):
-        assert differing(each, calm[0]) == []
+    with ps.connect(cluster.address, role="reader", request_deadline_s=DEADLINE_S) as reader:
+        evaluated = Partly()
+
+        def poll() -> list[str]:
+            ps.pull_model(reader, evaluated, "killed")
+            return differing(values(evaluated), values(trainers[0].model))
+
+        at_all(trainers, Trainer.step)
+        assert poll() == []
+        at_all(trainers, partial(edit, value=0.25))
+        dying = cluster.a_primary()
+        cluster.kill(dying)
+        cluster.taken_over_from(dying)
+        assert poll() == []
+        at_all(trainers, partial(edit, value=0.75))
+        assert poll() == []
 
 
 @pytest.mark.parametrize("lane", ["grpc", pytest.param("shm", marks=pytest.mark.second_lane)])
@@ -241,12 +254,12 @@ def test_a_restore_brings_everything_as_it_was(tmp_path: Path, lane: str) -> Non
 def test_a_reader_that_polls_pulls_what_has_changed(
     cluster: ReplicatedCluster, clients: list[ps.Client]
 ) -> None:
-    trainers = together(clients, partial(Trainer, name="polled"))
+    trainers = at_all(clients, partial(Trainer, name="polled"))
     with ps.connect(cluster.address, role="reader", request_deadline_s=DEADLINE_S) as reader:
         found = []
         for steps in (1, 0, 2, 0):
             for _ in range(steps):
-                together(trainers, Trainer.step)
+                at_all(trainers, Trainer.step)
             evaluated = Partly(fill=7.0)  # what the caller's model has does not count
             before = reader.progress()
             ps.pull_model(reader, evaluated, "polled")

@@ -11,7 +11,7 @@ from ps_core.keys import AssignmentEpoch, RangeId, TableId
 from ps_server.ranges.events import AnswerPull
 from ps_worker.steps.held_values import HeldValue, HeldValues
 
-BLOCKS = range(3)
+BLOCKS = range(2)
 GARBAGE = -1
 
 
@@ -22,7 +22,7 @@ class Server:
         self.epoch = AssignmentEpoch(2)
         self.edit_count = 0
         self.versions = dict.fromkeys(BLOCKS, 0)
-        self.values = dict(zip(BLOCKS, range(100, 103), strict=True))
+        self.values = dict(zip(BLOCKS, (100, 101), strict=True))
         self._newest = 1000
 
     def update(self, block: int) -> None:
@@ -74,14 +74,16 @@ class Reader:
 
 
 BLOCK = st.sampled_from(BLOCKS)
-EVENT = st.one_of(
-    st.tuples(st.sampled_from(["update", "edit"]), BLOCK),
-    st.tuples(st.just("pull"), st.sets(BLOCK), st.sets(BLOCK)),
-    st.tuples(st.sampled_from(["move", "write"])),
+SOME = st.sampled_from([set(BLOCKS), {0}, {1}])
+EVENT: st.SearchStrategy[tuple[object, ...]] = st.one_of(
+    st.tuples(st.sampled_from(["update", "edit", "edit"]), BLOCK),
+    st.tuples(st.just("pull"), SOME, st.just(set())),
+    st.tuples(st.just("pull"), SOME, SOME),
+    st.tuples(st.sampled_from(["move", "move", "write"])),
 )
 
 
-@given(st.lists(EVENT, max_size=30))
+@given(st.lists(EVENT, min_size=10, max_size=40))
 def test_what_does_not_come_is_what_would_have_come(events: list[tuple[object, ...]]) -> None:
     server, reader = Server(), Reader()
     for kind, *more in events:
@@ -107,12 +109,12 @@ def test_only_what_was_written_since_comes() -> None:
     server, reader = Server(), Reader()
     blocks = list(BLOCKS)
     assert reader.pull(server, blocks, set()) == 0
-    assert reader.pull(server, blocks, set()) == 3
-    server.update(1)
     assert reader.pull(server, blocks, set()) == 2
+    server.update(1)
+    assert reader.pull(server, blocks, set()) == 1
     server.edit(1)
     assert reader.pull(server, blocks, set()) == 0, "which blocks were edited is not told"
-    assert reader.pull(server, blocks, set()) == 3
+    assert reader.pull(server, blocks, set()) == 2
     server.move()
     assert reader.pull(server, blocks, set()) == 0
 
@@ -123,8 +125,16 @@ def test_a_torn_value_is_not_held_and_the_same_version_comes_again() -> None:
     reader.pull(server, blocks, set())
     server.update(0)
     reader.pull(server, blocks, {0})
-    assert reader.pull(server, blocks, set()) == 2
+    assert reader.pull(server, blocks, set()) == 1
     assert reader.memory == server.values
+
+
+def test_a_value_from_before_an_edit_is_not_named_with_one_from_after_it() -> None:
+    server, reader = Server(), Reader()
+    reader.pull(server, [0, 1], set())
+    server.edit(1)
+    reader.pull(server, [0], set())
+    assert reader.held.claims([0, 1], server.epoch) == (1, [0, None])
 
 
 def test_sums_are_never_unchanged() -> None:

@@ -34,19 +34,12 @@ HELD_MUTANTS = (
         _STEPS,
     ),
     Mutant(
-        "values from before an edit are claimed with those that came after it",
-        "S22",
-        _HELD,
-        "value.version if value is not None and value.edit_count == edit_count else None",
-        "value.version if value is not None else None",
-        _STEPS,
-    ),
-    Mutant(
         "values of another epoch are claimed",
         "S22",
         _HELD,
         "        return value if is_of_epoch else None\n",
         "        return value\n",
         ("failover",),
+        first_seed=84,
     ),
 )

@@ -28,6 +28,7 @@ class TableClient:
     Attributes:
         submitted: the pushes of all steps.
         terms: of all seals.
+        held: by the memory of the last pull.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,7 @@ class TableClient:
         self.may_share_memory = False
         self.submitted: list[PushBody] = []
         self.terms: list[StepTerms] = []
+        self.held = HeldValues()
 
     def create_table(self, name: str, layout: Any, *, optimizer: Any, **options: Any) -> Any:
         self._count += 1
@@ -49,7 +51,8 @@ class TableClient:
         return handle.steps.open_step()
 
     def start(self, handle: TableHandle, raw: Any, *, held: HeldValues) -> PullTicket[Any]:
-        del raw, held
+        del raw
+        self.held = held
         return PullTicket(handle.table, Future())
 
     def open_step(self, table: Table, clock: int, future: Future[Any]) -> None:

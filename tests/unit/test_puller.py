@@ -437,7 +437,7 @@ def unchanged_of(*blocks: int, clock: int = 6) -> Answer:
 
 def held_of(request: parameters_pb2.PullRequest) -> dict[int, int]:
     """The versions that a request says its caller has."""
-    found = {}
+    found: dict[int, int] = {}
     for each in request.ranges:
         blocks = each.blocks or BY_RANGE[RangeId(each.range_id)]
         if each.held_versions:

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from ps_core import limits
 from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
-from ps_core.tables.elements import Codec, DType
+from ps_core.tables.elements import Codec, DType, Initializer, InitializerKind
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
@@ -41,9 +41,16 @@ WORKER = session(2, Role.WORKER)
 class Server:
     """One with a table in one range, of which the last block is short, and a worker."""
 
-    def __init__(self, block_count: int = 4, optimizer: OptimizerSpec = SGD) -> None:
+    def __init__(
+        self,
+        block_count: int = 4,
+        optimizer: OptimizerSpec = SGD,
+        begins: InitializerKind = InitializerKind.ZEROS,
+    ) -> None:
         count = (block_count - 1) * LENGTH + LAST_LENGTH
-        spec = TableSpec("model", DType.FLOAT32, count, optimizer, block_elements=LENGTH)
+        spec = TableSpec(
+            "model", DType.FLOAT32, count, optimizer, LENGTH, initializer=Initializer(begins)
+        )
         self.table = Table(TableId(1), 0, spec.validated())
         own = session(1, Role.SERVER)
         metrics = ServerMetrics(CollectorRegistry())
@@ -55,18 +62,24 @@ class Server:
 
     def step(self, *blocks: int, edit: bytes = b"") -> None:
         """A step with a gradient of ones, or an edit, of these blocks."""
+        self.clock += 1
+        self._end(blocks, SealTerms(self.clock, edit=edit), is_assign=bool(edit))
+
+    def begin(self) -> None:
+        """Initial values, of rank 0."""
+        self._end(range(self.table.block_count), SealTerms(0), is_assign=True)
+
+    def _end(self, blocks: Sequence[int], terms: SealTerms, *, is_assign: bool) -> None:
         stream = self.node.open_stream(WORKER)
         sender = Sender(WORKER.incarnation, WORKER.rank, stream.origin)
-        self.clock += 1
         for block in blocks:
             payload = memoryview(np.ones(self.table.block_length(block), np.float32).tobytes())
             part = self.node.shards.decode(PLACE, block, Codec.FP32, payload, b"")
             push = PushEvent(
-                PLACE, sender, self._next(), self.clock, block, part.byte_count, part,
-                is_assign=bool(edit),
+                PLACE, sender, self._next(), terms.clock, block, part.byte_count, part,
+                is_assign=is_assign,
             )  # fmt: skip
             self.node.entries(stream, [push])
-        terms = SealTerms(self.clock, edit=edit)
         self.node.entries(stream, [SealEvent(PLACE, sender, self._next(), terms)])
 
     def _next(self) -> int:
@@ -142,6 +155,13 @@ def test_after_an_edit_everything_comes_though_versions_stay() -> None:
     assert server.pulled([1, 1, 1, 1], 1)[:2] == ({}, [0, 1, 2, 3])
     server.step(2, edit=b"another")
     assert sorted(server.pulled([1, 1, 1, 1], 1)[0]) == [0, 1, 2, 3]
+
+
+def test_initial_values_are_no_edit() -> None:
+    """So an answer has no byte more as long as there is none."""
+    server = Server(begins=InitializerKind.FROM_RANK_ZERO)
+    server.begin()
+    assert server.pulled([0, 0, 0, 0])[:2] == ({}, [0, 1, 2, 3])
 
 
 def test_another_codec_says_as_much() -> None:
