@@ -24,8 +24,8 @@ class HeldValue(NamedTuple):
 
 
 class HeldValues:
-    """What one piece of memory holds. Pulls into it keep this; whoever else writes calls `forget`,
-    while no pull is in flight.
+    """The values in one piece of memory. Pulls into it note what comes; whoever else writes there
+    calls `forget`, while no pull is in flight.
     """
 
     def __init__(self) -> None:

@@ -427,7 +427,7 @@ class Puller:
             self._end_range(asked, range_id)
 
     def _end_range(self, asked: _ServerRequest, range_id: RangeId) -> None:
-        """What was copied of a range has arrived, if nothing else of it is wanted."""
+        """The copied values of a range have arrived, if nothing else of it is wanted."""
         copied = asked.copied.get(range_id)
         if copied and len(copied) == len(asked.progress.wanted.get(range_id, ())):
             del asked.copied[range_id]
