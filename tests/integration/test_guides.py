@@ -82,7 +82,7 @@ def test_the_script_for_codecs_learns_with_fewer_bytes(tmp_path: Path) -> None:
     assert [each / pulled[0] for each in pulled] == pytest.approx(
         [1.0, 0.5, 0.5, 0.5, 0.5], abs=0.01
     )
-    assert page.type(experts).splitlines() == page.blocks("text")[1].splitlines()
+    assert page.blocks("text")[2].strip() in page.type(experts).splitlines()
 
 
 def test_the_script_for_outer_steps_learns_with_fewer_steps_on_the_network(tmp_path: Path) -> None:
