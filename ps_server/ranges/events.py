@@ -223,7 +223,7 @@ class AnswerPull(NamedTuple):
     """Answer a pull with the state of `clock`, before any later effect. The other fields hold at
     this point of the effects: the machine may have decided more since. `own_updates`: those of each
     block in which the reader took part. `keeps_for`: the reader whose copy of the values must be
-    kept for delay compensation. `edit_count`: None for sums, whose values no version names.
+    kept for delay compensation. `edit_count`: None for sums and rows, which no version names.
     """
 
     waiter: int

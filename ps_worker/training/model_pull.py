@@ -77,7 +77,8 @@ def pull_model(
     Returns:
         The pulled clock: the number of the step (0 if unknown: ASP).
 
-    The client keeps a copy of the values in host memory: the next call pulls what has changed.
+    A reader's client keeps a copy of the values in host memory: its next call pulls what has
+    changed.
 
     Blocking: until the tables exist, rank 0 has given their first values, and all are pulled.
 
@@ -107,7 +108,8 @@ def pull_model(
         for tensor in pull.table.spec.tensors:
             flat = pull.values[tensor.offset : tensor.offset + tensor.element_count]
             write_values(targets[tensor.name], flat.view(tensor.shape))
-        pull.keep()
+        if client.is_reader:
+            pull.keep()
     return clock
 
 
