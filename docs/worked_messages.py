@@ -189,12 +189,20 @@ def _pull() -> tuple[WorkedMessage, ...]:
         codec=types.CODEC_FP32,
         payload=_fp32(-0.5, 1.0, -0.25),
     )
+    again = parameters.PullRequest()
+    again.CopyFrom(request)
+    again.ranges[0].held_versions.append(value.version + 1)
+    unchanged = parameters.UnchangedBlocks(clock=1, blocks=[0])
     error = types.Error(
         code=types.ERROR_CODE_NOT_OWNER, message=f"range {RANGE_ID} is served by node 3"
     )
     return (
         WorkedMessage("pull-request", "To the server's `Pull`:", request),
         WorkedMessage("pull-response", "The answer:", parameters.PullResponse(block=value)),
+        WorkedMessage("pull-again-request", "Once more, to the same:", again),
+        WorkedMessage(
+            "pull-unchanged", "The answer:", parameters.PullResponse(unchanged=unchanged)
+        ),
         WorkedMessage("error", "In trailing metadata `pushpull-error-bin`:", error),
     )
 

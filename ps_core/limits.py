@@ -172,8 +172,9 @@ server's loop, at some 2 microseconds a block. A table of `MAX_TABLE_BLOCK_COUNT
 one of `RANGE_COUNT` ranges."""
 
 MAX_NAMED_BLOCK_COUNT = 32_768
-"""Single blocks that our reads name; beyond it, a read asks for all blocks of its ranges. With
-these and all ranges, a request stays below `MAX_ENTRY_BYTES`."""
+"""Single blocks that our reads name, and versions that they hold; beyond it, a read asks for all
+blocks of its ranges, and for their values. With these and all ranges, a request stays below
+`MAX_ENTRY_BYTES`."""
 
 MAX_QUEUED_REPLY_COUNT = 65_536
 """Replies that wait for the reader of a push stream; beyond it the stream is not read further."""

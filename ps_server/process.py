@@ -337,6 +337,7 @@ class _Membership:
         )
         metrics.received_bytes.set_function(lambda: shards.received_bytes)
         metrics.sent_bytes.set_function(lambda: shards.sent_bytes)
+        metrics.unchanged_bytes.set_function(lambda: shards.unchanged_bytes)
         metrics.resent_entries.set_function(lambda: node.machine.resent_count)
         metrics.gate_bytes.set_function(lambda: node.machine.gate_bytes)
         metrics.state_bytes.set_function(lambda: shards.state_bytes)

@@ -79,6 +79,7 @@ class Shards:
     Attributes:
         received_bytes: payload bytes that came, in messages or in shared memory.
         sent_bytes: those of answers to pulls.
+        unchanged_bytes: those that answers left out, since the caller had them.
         on_change: called with blocks of a shard before they change, or go.
         snapshots: blocks to write for a checkpoint before they change, if any.
         pool: the working memory of all stores.
@@ -97,6 +98,7 @@ class Shards:
         self.stores: dict[_Key, Store] = {}
         self.received_bytes = 0
         self.sent_bytes = 0
+        self.unchanged_bytes = 0
         self._ready: dict[_Key, tuple[SharedValues | None, Store]] = {}  # not here yet
         self.on_change: Callable[[_Key, Collection[int]], None] = _nobody
         self.snapshots: RangeSnapshots | None = None

@@ -227,6 +227,10 @@ class ServerMetrics:
             "pushpull_server_received_bytes_total", "Payload bytes received."
         )
         self.sent_bytes = loop_counter("pushpull_server_sent_bytes_total", "Payload bytes sent.")
+        self.unchanged_bytes = loop_counter(
+            "pushpull_server_unchanged_bytes_total",
+            "Payload bytes of pulled blocks that were not sent, since the caller had their values.",
+        )
         self.applied_updates = loop_counter(
             "pushpull_server_applied_updates_total",
             "Updates applied, counted once for each range of a table.",
@@ -342,6 +346,10 @@ class WorkerMetrics:
         )
         self.pulled_bytes = loop_counter(
             "pushpull_worker_pulled_bytes_total", "Payload bytes received."
+        )
+        self.unchanged_bytes = loop_counter(
+            "pushpull_worker_unchanged_bytes_total",
+            "Payload bytes of pulled blocks that did not come, since the client had their values.",
         )
         self.steps = loop_counter("pushpull_worker_steps_total", "Steps sealed, of all tables.")
         self.step_duration_seconds = loop_histogram(

@@ -111,6 +111,7 @@ class SharedValues:
             byte_count=place.byte_count,
             stamp_offset_bytes=sequence_locks.offset_bytes(place.lock_number),
             stamp=lock,
+            edit_count=effect.edit_count,
         )
 
     def begin_change(self, blocks: Iterable[int]) -> None:

@@ -134,6 +134,8 @@ class Records:
         state = self._state
         if record.is_assign or record.blocks:
             state.changed_clock = max(state.changed_clock, record.clock)
+        if record.is_assign and record.clock:  # initial values are no edit
+            state.edit_count += 1
         if record.is_assign or not record.blocks:  # the version of an assigned block stays
             return
         state.update_count += 1

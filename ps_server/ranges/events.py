@@ -223,7 +223,7 @@ class AnswerPull(NamedTuple):
     """Answer a pull with the state of `clock`, before any later effect. The other fields hold at
     this point of the effects: the machine may have decided more since. `own_updates`: those of each
     block in which the reader took part. `keeps_for`: the reader whose copy of the values must be
-    kept for delay compensation.
+    kept for delay compensation. `edit_count`: None for sums and rows, which no version names.
     """
 
     waiter: int
@@ -234,6 +234,13 @@ class AnswerPull(NamedTuple):
     versions: Mapping[int, int]
     own_updates: Mapping[int, int]
     keeps_for: Incarnation | None = None
+    edit_count: int | None = 0
+
+    def is_unchanged(self, block: int, held_version: int, held_edit_count: int) -> bool:
+        """True if values that came in this epoch, with that version and edit count, are those of
+        the answer (SEMANTICS S22).
+        """
+        return (held_version, held_edit_count) == (self.versions[block], self.edit_count)
 
 
 class Forget(NamedTuple):

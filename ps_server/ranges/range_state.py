@@ -197,6 +197,7 @@ class RangeState:
         self.changed_clock = self.first_clock  # the highest clock in the values
         self.update_count = 0
         self.record_count = 0
+        self.edit_count = 0  # since this server became primary: no other epoch compares it
         self.versions = dict.fromkeys(blocks, 0) if versions is None else versions
         self.worker_count = worker_count
         self.ranks: Sequence[int] = range(worker_count)  # and ranks that joined beyond these

@@ -232,6 +232,7 @@ class ReadGate:
             dict(state.versions),
             {} if worker is None else dict(worker.own_updates),
             event.incarnation if keeps else None,
+            None if is_sum or state.table.spec.rows is not None else state.edit_count,
         )
 
     def _refuse_parked(

@@ -44,7 +44,12 @@ from ps_server.ranges.read_gate import WaitCause
 from ps_server.ranges.server_machine import ServerMachine
 from ps_server.stores import Shards
 from ps_server.values.row_store import RowStore, Store
-from ps_server.wire.parameter_wire import block_answer, push_response, range_error
+from ps_server.wire.parameter_wire import (
+    block_answer,
+    push_response,
+    range_error,
+    unchanged_answer,
+)
 from pushpull.v1 import parameters_pb2
 
 _MAX_BATCH_COUNT = 1024
@@ -309,9 +314,7 @@ class RangeRead:
     """A pull's share in one range. `ParameterNode.begin_read` begins it.
 
     Args:
-        blocks: the blocks that are asked for; empty: all of the range.
-        ids: of a table of rows: the ids that are asked for, of each of the blocks.
-        skips: in place of ids: the rows of each of the blocks that are left out of its listing.
+        part: what is asked for, checked; None: all of the range.
 
     Attributes:
         number: the node's for it, once it has begun.
@@ -323,10 +326,10 @@ class RangeRead:
         self,
         terms: PullTerms,
         place: Place,
-        blocks: Sequence[int] = (),
-        ids: Sequence[bytes] = (),
-        skips: Sequence[int] = (),
+        part: parameters_pb2.RangePull | None = None,
     ) -> None:
+        part = part or parameters_pb2.RangePull()
+        blocks: Sequence[int] = part.blocks
         self.terms = terms
         self.place = place
         self.number = 0
@@ -334,13 +337,16 @@ class RangeRead:
         self.cause: WaitCause | None = None
         self.is_answered = False
         self._blocks = blocks
-        self._ids = dict(zip(blocks, ids, strict=False))
-        self._skips = dict(zip(blocks, skips, strict=False))
+        self._ids = dict(zip(blocks, part.ids, strict=False))
+        self._skips = dict(zip(blocks, part.skipped_row_counts, strict=False))
+        self._held_versions: Sequence[int] = part.held_versions  # plus one; 0: none
+        self._held_edit_count = part.held_edit_count
+        self._held: dict[int, int] = {}  # by block, once `answer` knows which there are
         self._arrival: asyncio.Future[None] | None = None
         self._refusal: bytes | None = None
         self._at = 0  # index of the next block
         self._left: set[int] | None = None  # later blocks not yet copied, once one was
-        self._kept: dict[int, AnswerPart | _Copy] = {}
+        self._kept: dict[int, AnswerPart | _Copy | int] = {}
 
     @property
     def event(self) -> PullEvent:
@@ -384,6 +390,7 @@ class RangeRead:
         elif terms.shared and not terms.array and not self._skips:
             self._shared = shards.segments.shared_with(terms.session, key, self._codec)
         self._blocks = self._blocks or state.blocks
+        self._held = dict(zip(self._blocks, self._held_versions, strict=False))
         self._block_bytes = self._codec.payload_bytes(spec.block_elements)
         if self._ids:
             count = max(map(len, self._ids.values())) // limits.ROW_ID_BYTES
@@ -440,11 +447,15 @@ class RangeRead:
             refusal, self._refusal = self._refusal, None
             return [refusal]
         piece: list[AnswerPart] = []
+        unchanged: list[int] = []
         byte_count = 0
         most = min(limits.SLICE_BLOCK_COUNT, len(self._blocks) - self._at)
         try:
-            while len(piece) < most:
+            while len(piece) + len(unchanged) < most:
                 found = self._next()
+                if isinstance(found, int):
+                    unchanged.append(found)
+                    continue
                 if isinstance(found, tuple):
                     byte_count += len(found[1])
                     found = self._part(*found)
@@ -458,6 +469,11 @@ class RangeRead:
         except PushpullError as error:
             self._at = len(self._blocks)
             piece = [range_error(self.place.range_id, error)]
+            unchanged = []
+        if unchanged:
+            piece.append(unchanged_answer(self._effect.range_clock, unchanged))
+            lengths = map(self._store.table.block_length, unchanged)
+            self._shards.unchanged_bytes += sum(map(self._codec.payload_bytes, lengths))
         self._shards.sent_bytes += byte_count
         return piece
 
@@ -480,16 +496,20 @@ class RangeRead:
             self._kept[block] = found
         return bool(self._left)
 
-    def _next(self) -> AnswerPart | _Copy:
+    def _next(self) -> AnswerPart | _Copy | int:
         block = self._blocks[self._at]
-        found = self._kept.pop(block, None) or self._take(block)
+        found = self._kept.pop(block, None)
+        if found is None:
+            found = self._take(block)
         self._at += 1
         if self._left is not None:
             self._left.discard(block)
         return found
 
-    def _take(self, block: int) -> AnswerPart | _Copy:
-        """A block as it is; its payload is valid until anything happens."""
+    def _take(self, block: int) -> AnswerPart | _Copy | int:
+        """A block as it is, its payload valid until anything happens; its number alone if the
+        caller has its values.
+        """
         effect = self._effect
         if block not in effect.versions:
             raise InvalidKeys(
@@ -507,6 +527,9 @@ class RangeRead:
             return (block, self._store.read_rows(block, self._ids[block]), b"")
         if effect.keeps_for is not None:
             self._store.keep(effect.keeps_for, block)
+        held = self._held.get(block, 0)
+        if held and effect.is_unchanged(block, held - 1, self._held_edit_count):
+            return block
         if self._shared is not None:
             return self._shared.shared_value(effect, block)
         return (block, *self._store.read(block, self._codec, effect.clock))
@@ -547,6 +570,7 @@ class RangeRead:
             clock=self._effect.range_clock,
             codec=wire.codec_to_proto(self._codec),
             presence=presence,
+            edit_count=self._effect.edit_count,
         )
         return block_answer(value, payload)
 

@@ -179,10 +179,10 @@ class Pull:
         part = self._left.popleft()
         range_id = RangeId(part.range_id)
         place = Place(self._table_id, range_id, AssignmentEpoch(part.assignment_epoch))
-        read = RangeRead(self._terms, place, part.blocks, part.ids, part.skipped_row_counts)
+        read = RangeRead(self._terms, place, part)
         self._reads.append(read)
         try:
-            if part.blocks or part.ids or part.skipped_row_counts:
+            if part.blocks or part.ids or part.skipped_row_counts or part.held_versions:
                 _check_blocks(part, self._node.block_count_at(self._table_id, range_id))
         except InvalidKeys as problem:
             read.refuse(problem)
@@ -327,6 +327,12 @@ def _check_blocks(part: parameters_pb2.RangePull, block_count: int) -> None:
         raise InvalidKeys(
             f"the pull of range {part.range_id} has {len(part.ids)} lists of ids; expected one for "
             f"each of its {len(blocks)} blocks"
+        )
+    held_count, expected = len(part.held_versions), len(blocks) or block_count
+    if expected and held_count not in (0, expected):
+        raise InvalidKeys(
+            f"the pull of range {part.range_id} has {held_count} versions of values that its "
+            f"caller holds; expected one for each of its {expected} blocks, or none"
         )
     if (0 < block_count < len(blocks)) or len(set(blocks)) != len(blocks):
         raise InvalidKeys(

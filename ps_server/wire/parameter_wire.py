@@ -380,6 +380,12 @@ def shared_answer(values: list[parameters_pb2.SharedValue]) -> bytes:
     return parameters_pb2.PullResponse(shared=shared).SerializeToString()
 
 
+def unchanged_answer(clock: int, blocks: Iterable[int]) -> bytes:
+    """A serialized PullResponse of blocks of one range whose values the caller has."""
+    unchanged = parameters_pb2.UnchangedBlocks(clock=clock, blocks=blocks)
+    return parameters_pb2.PullResponse(unchanged=unchanged).SerializeToString()
+
+
 def pull_part(answer: bytes, read_number: int = 0, *, is_last: bool = False) -> bytes:
     """A serialized PushPullResponse of a serialized PullResponse."""
     beside = parameters_pb2.PushPullResponse(read_number=read_number, is_last=is_last)

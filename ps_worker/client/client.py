@@ -650,6 +650,7 @@ class Client:
         return Progress(
             pushed_bytes=counters.pushed_bytes,
             pulled_bytes=counters.pulled_bytes,
+            unchanged_bytes=counters.unchanged_bytes,
             step_count=counters.step_count,
             loss=counters.loss,
             staleness=counters.staleness,

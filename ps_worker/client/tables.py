@@ -63,6 +63,7 @@ from ps_worker.spec.values import (
     shape_of,
     writable_raw_of,
 )
+from ps_worker.steps.held_values import HeldValues
 from ps_worker.steps.steps import (
     Pulled,
     PullTicket,
@@ -542,12 +543,17 @@ class ClientTables:
 
 
 class Pulls:
-    """The pulls of one client. Thread-safe."""
+    """The pulls of one client. Thread-safe.
+
+    Attributes:
+        kept: memory of `pull_model` between two calls, with the values that it holds.
+    """
 
     def __init__(self, connection: ClientConnection, tables: ClientTables) -> None:
         self._connection = connection
         self._tables = tables
         self._engine = connection.engine
+        self.kept: dict[TableHandle, tuple[Raw, HeldValues]] = {}
         self._callbacks = CallbackThread()
 
     def start(
@@ -558,30 +564,41 @@ class Pulls:
         consistent: bool = False,
         timeout_s: float | None = None,
         at: Moment | None = None,
-        blocks: Container[int] | None = None,
+        held: HeldValues | None = None,
     ) -> PullTicket[Pulled]:
-        """Begin to pull a table, or only some of its blocks, at this worker's clock into `raw`, the
-        whole table's memory, 1-D uint8, which the background thread writes until the ticket is
-        done. With `consistent` a reader may name the moment `at`; the ticket ends with AlreadyPast
-        if a range is past it.
+        """Begin to pull a whole table at this worker's clock into `raw`, 1-D uint8, which the
+        background thread writes until the ticket is done. With `consistent` a reader may name the
+        moment `at`; the ticket ends with AlreadyPast if a range is past it. `held` says what `raw`
+        has from earlier pulls; values that are still the same do not come.
         """
         order = self._order(table, raw, None, timeout_s, consistent=consistent)
-        order = replace(order, blocks=blocks)
+        order = replace(order, held=held)
         if at is not None:
             order = replace(order, clock=at.clock, cut=at.cut, is_reader=False)
         return PullTicket(table.table, self._connection.loop.start(self._engine.pull(order)))
 
+    def start_blocks(
+        self,
+        table: TableHandle,
+        raw: Raw,
+        held: HeldValues | None,
+        blocks: Container[int] | None,
+    ) -> PullTicket[Pulled]:
+        """As `start`, of some blocks only, unless None; `raw` is the whole table's memory."""
+        order = replace(self._order(table, raw, None, None), held=held, blocks=blocks)
+        return PullTicket(table.table, self._connection.loop.start(self._engine.pull(order)))
+
     def start_pieces(
-        self, table: TableHandle, raw: Raw, pieces: Sequence[Region]
+        self, table: TableHandle, raw: Raw, pieces: Sequence[Region], held: HeldValues
     ) -> list[PullTicket[Pulled]]:
-        """As `start`, piece by piece, in this order; a ticket for each. `raw` is the whole table's
-        memory.
+        """As `start`, in pieces of whole blocks, in this order; a ticket for each. `raw` is the
+        whole table's memory, which has the values `held`.
         """
         width = element_bytes(table.dtype)
         futures: list[Future[Pulled]] = []
         for number, piece in enumerate(pieces):
             memory = raw[piece.begin * width : piece.end * width]
-            order = self._order(table, memory, piece, None)
+            order = replace(self._order(table, memory, piece, None), held=held)
             before = futures[number - _PIECES_IN_FLIGHT] if number >= _PIECES_IN_FLIGHT else None
             futures.append(self._connection.loop.start(self._pull_after(before, order)))
         return [PullTicket(table.table, future) for future in futures]

@@ -13,6 +13,8 @@ class Progress:
 
     pushed_bytes: int
     pulled_bytes: int
+    unchanged_bytes: int
+    """Payload bytes of pulled blocks that did not come, since this client had their values."""
     step_count: int
     loss: float | None
     staleness: int
@@ -30,6 +32,7 @@ class Counters:
 
     pushed_bytes: int = 0
     pulled_bytes: int = 0
+    unchanged_bytes: int = 0
     finished_step_count: int = 0
     reported_step_count: int | None = None
     loss: float | None = None

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -24,6 +25,8 @@ from ps_core.tables.table_spec import TableSpec
 from ps_runtime.system.clock import now_s
 from ps_worker.client.pending import PendingTickets
 from ps_worker.spec.flat_layout import TORCH_DTYPE, plain_name
+from ps_worker.spec.values import element_bytes
+from ps_worker.steps.held_values import HeldValues
 from ps_worker.training.module_buffers import persistent_buffers, write_values
 from ps_worker.transport.pulls import Moment
 
@@ -74,6 +77,9 @@ def pull_model(
     Returns:
         The pulled clock: the number of the step (0 if unknown: ASP).
 
+    A reader's client keeps a copy of the values in host memory: its next call pulls what has
+    changed.
+
     Blocking: until the tables exist, rank 0 has given their first values, and all are pulled.
 
     Raises:
@@ -102,29 +108,41 @@ def pull_model(
         for tensor in pull.table.spec.tensors:
             flat = pull.values[tensor.offset : tensor.offset + tensor.element_count]
             write_values(targets[tensor.name], flat.view(tensor.shape))
+        if client.is_reader:
+            pull.keep()
     return clock
 
 
 class _TablePull:
-    """A table and the memory that it is pulled into."""
+    """A table and the memory that it is pulled into, which is kept from an earlier call unless
+    another thread has it.
+    """
 
     def __init__(self, client: Client, table: TableHandle) -> None:
         self.client = client
         self.table = table
         self.birth = birth_clock(table.name)
-        self.values = torch.empty(table.element_count, dtype=TORCH_DTYPE[table.dtype])
+        byte_count = table.element_count * element_bytes(table.dtype)
+        kept = client.pulls.kept.pop(table, None)
+        self._raw, self._held = kept or (np.empty(byte_count, np.uint8), HeldValues())
+        self.values = torch.from_numpy(self._raw).view(TORCH_DTYPE[table.dtype])
         self.pending = PendingTickets(client)
 
     def start(self, consistent: bool, end_s: float, at: Moment | None = None) -> PullTicket[Pulled]:
         ticket = self.client.pulls.start(
             self.table,
-            self.values.view(torch.uint8).numpy(),
+            self._raw,
             consistent=consistent,
             timeout_s=max(end_s - now_s(), 0.001),
             at=at,
+            held=self._held,
         )
         self.pending.add(ticket)
         return ticket
+
+    def keep(self) -> None:
+        """Keep the memory for the next call; no pull of this one is in flight."""
+        self.client.pulls.kept[self.table] = self._raw, self._held
 
 
 def _find_tables(

@@ -23,6 +23,7 @@ from ps_worker.spec.flat_layout import TABLE_DTYPE, FlatLayout, layout_of, plain
 from ps_worker.spec.optimizers import Assign
 from ps_worker.spec.settings import FromRank0
 from ps_worker.spec.training_options import TrainingOptions
+from ps_worker.steps.held_values import HeldValues
 from ps_worker.training.tables.device_copies import Arrival, from_host, has_streams, to_host
 from ps_worker.training.tables.inspection import Answers, true_numbers
 from ps_worker.training.tables.staging import FlatBuffer, blocks_in
@@ -92,6 +93,7 @@ class BufferTable:
         self._publishes = options.buffers == "mean" or client.rank == 0
         self._sent = FlatBuffer(layout)
         self._received = FlatBuffer(layout)
+        self._held = HeldValues()
         self._pending = PendingTickets(client)
         self._pull: PullTicket[Pulled] | None = None
         self._left: dict[str, torch.Tensor] = {}
@@ -136,7 +138,7 @@ class BufferTable:
         for arrival in self._arrivals:  # of a copy that reads the last pull's values
             arrival.synchronize()
         self._arrivals = []
-        self._pull = self._client.pulls.start(self.handle, self._received.raw)
+        self._pull = self._client.pulls.start(self.handle, self._received.raw, held=self._held)
         self._pending.add(self._pull)
 
     def wait_pending(self) -> None:

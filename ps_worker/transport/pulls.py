@@ -4,6 +4,7 @@ Rules:
     - A request whose failure is curable (another primary, a server that restarts, a wait that
       expired) is repeated until the pull's deadline.
     - A block of an older epoch than the view's is dropped and pulled again (S5).
+    - A pull into memory that holds values says their versions; what is unchanged does not come.
     - Values in shared memory count range by range: all of a range, as they were when the server
       answered. If one of them has changed since, the range is pulled again: a few times from shared
       memory, then as bytes. A consistent pull takes bytes at once, because its clock may be past
@@ -45,7 +46,7 @@ from ps_core.errors import (
     ValuesLost,
     WaitExpired,
 )
-from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
 from ps_core.sequence_locks import Shared
 from ps_core.tables.elements import NATIVE_CODEC, Codec, DType
 from ps_core.tables.optimizers import OptimizerKind
@@ -59,6 +60,7 @@ from ps_worker.compression.push_encoder import decode_into
 from ps_worker.spec.rows import RowPiece
 from ps_worker.spec.values import Raw, Region, blocks_of
 from ps_worker.steps.counters import Counters
+from ps_worker.steps.held_values import HeldValue, HeldValues
 from ps_worker.steps.steps import Pulled, TableSteps
 from ps_worker.transport.lane import Copiers, SharedLane
 from ps_worker.transport.links import Answer, ServerLink, ServerLinks
@@ -104,6 +106,8 @@ class PullOrder:
     """The codec of the answers; None: that of `raw`."""
     blocks: Container[int] | None = None
     """The blocks to pull, of those in the region; None: all."""
+    held: HeldValues | None = None
+    """The values that `raw` holds, and afterwards those that came; `region` has whole blocks."""
 
     def length_of(self, block: int) -> int:
         """The elements that the answer has of a block."""
@@ -332,14 +336,53 @@ class Puller:
             length = self._expected(progress, view, value, payload.nbytes)
             if length:
                 _write(progress.order, value.block, length, payload)
-                self._arrived(progress, value)
+                self._arrived(asked, value)
                 if value.presence:
                     progress.presence[value.block] = value.presence
+                if asked.copied:
+                    table = progress.order.table
+                    self._end_range(asked, table.range_of_block(value.block, len(view.ranges)))
+            return []
+        if answer.HasField("unchanged"):
+            self._take_unchanged(asked, answer.unchanged)
             return []
         if asked.lane is None or not answer.HasField("shared"):
             return [error_from_proto(answer.error.error)]
         self._copy(asked, asked.lane, answer.shared.values)
         return []
+
+    def _take_unchanged(
+        self, asked: _ServerRequest, unchanged: parameters_pb2.UnchangedBlocks
+    ) -> None:
+        """Blocks that the caller has. Beside values in shared memory they count with these, range
+        by range.
+        """
+        order, held = asked.progress.order, asked.progress.order.held
+        found: list[_Placed] = []
+        for block in unchanged.blocks:
+            range_id = order.table.range_of_block(block, len(asked.view.ranges))
+            if not self._is_wanted(asked.progress, asked.view, block):
+                continue
+            assignment_epoch = asked.view.ranges[range_id].assignment_epoch
+            value = None if held is None else held.find(block, assignment_epoch)
+            if value is None:
+                raise Internal(
+                    f"block {block} of table '{order.table.spec.name}' came as unchanged; expected "
+                    "its values, of which this pull holds none"
+                )
+            said = parameters_pb2.SharedValue(
+                block=block,
+                version=value.version,
+                peer_version=value.peer_version,
+                clock=unchanged.clock,
+                edit_count=value.edit_count,
+            )
+            found.append((range_id, said))
+        if asked.lane is not None:
+            self._count(asked, found, [True] * len(found))
+            return
+        for _, said in found:
+            self._arrived(asked, said)
 
     def _copy(
         self,
@@ -379,16 +422,20 @@ class Puller:
 
     def _count(self, asked: _ServerRequest, values: Iterable[_Placed], counts: list[bool]) -> None:
         """Values were copied: those of whole ranges have arrived, if each copy counts."""
-        progress = asked.progress
         for (range_id, value), count in zip(values, counts, strict=True):
             if not count or range_id in asked.torn:
                 asked.torn.add(range_id)
                 continue
-            copied = asked.copied.setdefault(range_id, {})
-            copied[value.block] = value
-            if len(copied) == len(progress.wanted[range_id]):
-                for each in copied.values():
-                    self._arrived(progress, each)
+            asked.copied.setdefault(range_id, {})[value.block] = value
+            self._end_range(asked, range_id)
+
+    def _end_range(self, asked: _ServerRequest, range_id: RangeId) -> None:
+        """The copied values of a range have arrived, if nothing else of it is wanted."""
+        copied = asked.copied.get(range_id)
+        if copied and len(copied) == len(asked.progress.wanted.get(range_id, ())):
+            del asked.copied[range_id]
+            for each in copied.values():
+                self._arrived(asked, each)
 
     @staticmethod
     def _lane(link: ServerLink, progress: _PullProgress, row_bytes: int) -> SharedLane | None:
@@ -412,13 +459,9 @@ class Puller:
         self, progress: _PullProgress, view: ClusterView, value: _Value, byte_count: int
     ) -> int:
         """The element count of a wanted block, if it is as requested; 0 if it came twice."""
+        if not self._is_wanted(progress, view, value.block):
+            return 0
         table = progress.order.table
-        range_id = table.range_of_block(value.block, len(view.ranges))
-        if value.block not in progress.wanted.get(range_id, ()):
-            return 0  # came twice, by an earlier attempt that was thought lost
-        newest = self.links.view.ranges[range_id]
-        if newest.assignment_epoch != view.ranges[range_id].assignment_epoch:
-            raise StaleAssignment(f"range {range_id} has moved during the pull")
         codec = progress.order.sent_codec
         length = progress.order.length_of(value.block)
         expected_bytes = codec.payload_bytes(length)
@@ -429,17 +472,39 @@ class Puller:
             )
         return length
 
-    def _arrived(self, progress: _PullProgress, value: _Value) -> None:
-        table = progress.order.table
-        range_id = table.range_of_block(value.block, len(self.links.view.ranges))
+    def _is_wanted(self, progress: _PullProgress, view: ClusterView, block: int) -> bool:
+        """False if a block came twice, by an earlier attempt that was thought lost."""
+        range_id = progress.order.table.range_of_block(block, len(view.ranges))
+        if block not in progress.wanted.get(range_id, ()):
+            return False
+        newest = self.links.view.ranges[range_id]
+        if newest.assignment_epoch != view.ranges[range_id].assignment_epoch:
+            raise StaleAssignment(f"range {range_id} has moved during the pull")
+        return True
+
+    def _arrived(self, asked: _ServerRequest, value: _Value) -> None:
+        progress, table = asked.progress, asked.progress.order.table
+        range_id = table.range_of_block(value.block, len(asked.view.ranges))
         wanted = progress.wanted[range_id]
         wanted.discard(value.block)
         if not wanted:
             del progress.wanted[range_id]
         order = progress.order
         byte_count = order.sent_codec.payload_bytes(order.length_of(value.block))
-        self._counters.pulled_bytes += byte_count
-        MEASURES.pulled_bytes.inc(byte_count)
+        if order.held is None or order.held.take(
+            value.block,
+            HeldValue(
+                asked.view.ranges[range_id].assignment_epoch,
+                value.edit_count,
+                value.version,
+                value.peer_version,
+            ),
+        ):
+            self._counters.pulled_bytes += byte_count
+            MEASURES.pulled_bytes.inc(byte_count)
+        else:
+            self._counters.unchanged_bytes += byte_count
+            MEASURES.unchanged_bytes.inc(byte_count)
         progress.versions[value.block] = value.version
         if not progress.order.array:  # optimizer state: the worker has not seen these values
             progress.order.steps.peer_versions[value.block] = value.peer_version
@@ -458,7 +523,11 @@ def _row_bytes(
 
 
 def _target(order: PullOrder, block: int, length: int) -> tuple[Raw, int]:
-    """The memory of a block, and the number of its first bytes that are outside the region."""
+    """The memory of a block, which is about to be written, and the number of its first bytes that
+    are outside the region.
+    """
+    if order.held is not None:
+        order.held.drop(block)
     width = order.codec.element_bytes
     if order.ids is not None:
         begin = order.ids.spans[block][0] * order.table.spec.element_count * width
@@ -502,16 +571,30 @@ def _request(
         {range_id: len(progress.wanted[range_id]) for range_id in ranges}, progress.whole_counts
     )
     pulled = progress.order.ids
+    claim_count = sum(len(progress.wanted[range_id]) for range_id in named)
     for range_id in ranges:
         is_named = range_id in named or pulled is not None
         blocks = sorted(progress.wanted[range_id]) if is_named else []
-        request.ranges.add(
+        part = request.ranges.add(
             range_id=range_id,
             assignment_epoch=view.ranges[range_id].assignment_epoch,
             blocks=blocks,
             ids=None if pulled is None else [pulled.bytes_of(block) for block in blocks],
         )
+        if progress.order.held is not None:
+            asked_blocks = blocks or table.blocks_by_range(len(view.ranges))[range_id]
+            claim_count += len(asked_blocks)
+            if claim_count <= limits.MAX_NAMED_BLOCK_COUNT:
+                _claim(part, progress.order.held, asked_blocks)
     return request
+
+
+def _claim(part: parameters_pb2.RangePull, held: HeldValues, blocks: Sequence[int]) -> None:
+    """Say which values the caller has of a range's blocks."""
+    edit_count, versions = held.claims(blocks, AssignmentEpoch(part.assignment_epoch))
+    if any(version is not None for version in versions):
+        part.held_edit_count = edit_count
+        part.held_versions.extend(0 if version is None else version + 1 for version in versions)
 
 
 def named_by_block(

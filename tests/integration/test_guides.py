@@ -65,8 +65,8 @@ def test_the_script_for_gpus_trains_on_the_cpu(tmp_path: Path) -> None:
 
 def test_the_script_for_codecs_learns_with_fewer_bytes(tmp_path: Path) -> None:
     page = PageFolder("guides/COMPRESSION.md", tmp_path)
-    page.save("train.py")
-    (train,) = page.commands()
+    page.save("train.py", "experts.py")
+    train, experts = page.commands()
     printed = page.type(train)
     found = re.findall(r"(\S+): loss (\d\.\d+), (\S+) MB pushed, (\S+) MB pulled", printed)
     assert not differences(page.blocks("text")[0], printed), printed
@@ -84,6 +84,7 @@ def test_the_script_for_codecs_learns_with_fewer_bytes(tmp_path: Path) -> None:
     assert [each / pulled[0] for each in pulled] == pytest.approx(
         [1.0, 0.5, 0.5, 0.5, 0.5, 0.5], abs=0.01
     )
+    assert page.blocks("text")[2].strip() in page.type(experts).splitlines()
 
 
 def test_the_script_for_outer_steps_learns_with_fewer_steps_on_the_network(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ the list of what is in it, and every loss, double or disorder shows.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from ps_core.errors import Fenced, PushpullError
-from ps_core.keys import Incarnation, NodeId, RangeId, TableId
+from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Outcome
 from ps_core.tables.optimizers import Hyperparameters
 from ps_core.tables.table import Table
@@ -30,6 +32,7 @@ from ps_server.ranges.events import (
 )
 from ps_server.ranges.events import SealTerms as ServerTerms
 from ps_server.ranges.schedule import CutId
+from ps_worker.steps.held_values import HeldValue, HeldValues
 from ps_worker.window.push_window import (
     EntryKey,
     PushWindow,
@@ -81,12 +84,16 @@ class Layout:
 
 
 class RangeAnswer(NamedTuple):
-    """A range's answer: its clock; its blocks' values, updates by others, and numbers."""
+    """A range's answer: its clock; its blocks' values, updates by others, and numbers; the names of
+    the values, and the blocks that are unchanged.
+    """
 
     clock: int
     blocks: dict[int, list[Grad]]
     peer_versions: dict[int, int]
     readings: dict[int, Reading]
+    names: dict[int, HeldValue]
+    unchanged: set[int]
 
 
 class ReadTerms(NamedTuple):
@@ -100,7 +107,12 @@ class ReadTerms(NamedTuple):
 
 
 class Reads:
-    """A read of a whole table, asked again until every range has answered."""
+    """A read of a whole table, asked again until every range has answered. It has the values of the
+    last one, and says so.
+
+    Oracle:
+        HELD   What is said to be unchanged is what a read of everything would have brought (S22).
+    """
 
     def __init__(self, world: World, cluster: Cluster, layout: Layout) -> None:
         self.world, self.cluster, self.layout = world, cluster, layout
@@ -109,6 +121,8 @@ class Reads:
         self.is_down = False
         self.end: Hashable = "reader"
         self._current = 0
+        self._held: dict[TableId, HeldValues] = defaultdict(HeldValues)
+        self._memory: dict[tuple[TableId, int], tuple[list[Grad], tuple[float, ...]]] = {}
 
     def begin(self, table: Table, terms: ReadTerms) -> None:
         """Ask every range; answers to an earlier question no longer count."""
@@ -132,10 +146,14 @@ class Reads:
     def _ask_range(self, question: int, table: Table, range_id: RangeId, terms: ReadTerms) -> None:
         server = self.cluster[self.layout.owner[range_id]]
         back = server.node_id, self.end
+        asked = table.blocks_by_range(self.layout.range_count)[range_id]
+        claims: dict[int, tuple[AssignmentEpoch, int, list[int | None]]] = {}
 
         def event(number: int) -> PullEvent:
             until_s = server.now_s + PULL_DEADLINE_S
             place = self.layout.place(table.table_id, range_id)
+            epoch = place.assignment_epoch
+            claims[number] = epoch, *self._held[table.table_id].claims(asked, epoch)
             return PullEvent(
                 place,
                 number,
@@ -161,15 +179,30 @@ class Reads:
             blocks = {b: grads for b, (grads, _) in read.items()}
             peers = {b: effect.versions[b] - effect.own_updates.get(b, 0) for b in blocks}
             readings = {b: reading for b, (_, reading) in read.items()}
-            found = RangeAnswer(effect.range_clock, blocks, peers, readings)
-            self.world.send("answer", lambda: self._answered(question, range_id, found), back)
+            epoch, edit_count, versions = claims[effect.waiter]
+            held = {b: v for b, v in zip(asked, versions, strict=True) if v is not None}
+            unchanged = {b for b, v in held.items() if effect.is_unchanged(b, v, edit_count)}
+            name = partial(HeldValue, epoch, effect.edit_count or 0)
+            names = {b: name(effect.versions[b], peers[b]) for b in blocks}
+            found = RangeAnswer(effect.range_clock, blocks, peers, readings, names, unchanged)
+            self.world.send(
+                "answer", lambda: self._answered(question, table, range_id, found), back
+            )
 
         link = self.end, server.node_id
         self.world.send("read", lambda: server.read(event, on_answer), link)
 
-    def _answered(self, question: int, range_id: RangeId, found: RangeAnswer) -> None:
-        if question == self._current and not self.is_down:
-            self.answers.setdefault(range_id, found)
+    def _answered(self, question: int, table: Table, range_id: RangeId, found: RangeAnswer) -> None:
+        if question != self._current or self.is_down or range_id in self.answers:
+            return
+        self.answers[range_id] = found
+        self.world.counts["unchanged"] += len(found.unchanged)
+        for block, grads in found.blocks.items():
+            key, value = (table.table_id, block), (grads, found.readings[block].numbers)
+            if block in found.unchanged:
+                assert self._memory[key] == value, f"S22: block {key} has changed: {value}"
+            self._memory[key] = value
+            self._held[table.table_id].take(block, found.names[block])
 
     def _refused(self, question: int, error: PushpullError) -> None:
         if question == self._current and not self.is_down:

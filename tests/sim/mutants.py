@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tests.sim.departure_mutants import DEPARTURE_MUTANTS
 from tests.sim.edit_mutants import EDIT_MUTANTS
+from tests.sim.held_mutants import HELD_MUTANTS
 from tests.sim.journal_mutants import JOURNAL_MUTANTS
 from tests.sim.log_mutants import LOG_MUTANTS
 from tests.sim.mutation import Mutant
@@ -415,6 +416,7 @@ MUTANTS = (
     + DEPARTURE_MUTANTS
     + WORK_MUTANTS
     + EDIT_MUTANTS
+    + HELD_MUTANTS
     + JOURNAL_MUTANTS
     + RUN_SEPARATION_MUTANTS
     + ROW_MUTANTS

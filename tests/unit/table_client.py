@@ -17,6 +17,7 @@ from ps_worker.spec.flat_layout import named_group, table_layouts
 from ps_worker.spec.optimizers import ServerOptimizer
 from ps_worker.spec.settings import BSP, table_spec
 from ps_worker.spec.training_options import TrainingOptions
+from ps_worker.steps.held_values import HeldValues
 from ps_worker.steps.steps import PullTicket, PushBody, TableHandle, TableStep, TableSteps
 from ps_worker.training.tables.trained_table import TrainedTable
 from ps_worker.window.push_window import StepTerms
@@ -28,6 +29,7 @@ class TableClient:
     Attributes:
         submitted: the pushes of all steps.
         terms: of all seals.
+        held: by the memory of the last pull.
     """
 
     def __init__(self) -> None:
@@ -38,6 +40,7 @@ class TableClient:
         self.terms: list[StepTerms] = []
         self.pulled_blocks: list[Any] = []  # of each pull
         self.pulls_begun: list[PullTicket[Any]] = []
+        self.held = HeldValues()
 
     def create_table(self, name: str, layout: Any, *, optimizer: Any, **options: Any) -> Any:
         self._count += 1
@@ -50,8 +53,11 @@ class TableClient:
     def begin_step(self, handle: TableHandle) -> TableStep:
         return handle.steps.open_step()
 
-    def start(self, handle: TableHandle, raw: Any, *, blocks: Any = None) -> PullTicket[Any]:
+    def start_blocks(
+        self, handle: TableHandle, raw: Any, held: HeldValues, blocks: Any
+    ) -> PullTicket[Any]:
         del raw
+        self.held = held
         self.pulled_blocks.append(blocks)
         self.pulls_begun.append(PullTicket(handle.table, Future()))
         return self.pulls_begun[-1]

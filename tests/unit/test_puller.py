@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ps_core import sequence_locks
+from ps_core import limits, sequence_locks
 from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.consistency import parsed
 from ps_core.errors import (
@@ -34,6 +34,7 @@ from ps_runtime.cluster import wire
 from ps_runtime.system.clock import now_s
 from ps_worker.spec.values import Region
 from ps_worker.steps.counters import Counters
+from ps_worker.steps.held_values import HeldValue, HeldValues
 from ps_worker.steps.steps import Pulled, TableSteps
 from ps_worker.transport.lane import Copiers
 from ps_worker.transport.links import Answer, ServerLinks
@@ -424,6 +425,138 @@ def test_what_cannot_be_shared_as_it_is_comes_as_bytes(kind: str) -> None:
     assert found.tolist() == np.repeat(np.arange(6), 64).tolist()
     if kind == "state":
         assert order.steps.peer_versions == {}, "the worker has not seen the values"
+
+
+# --- into memory that holds values
+
+
+def unchanged_of(*blocks: int, clock: int = 6) -> Answer:
+    found = parameters_pb2.UnchangedBlocks(clock=clock, blocks=blocks)
+    return parameters_pb2.PullResponse(unchanged=found)
+
+
+def held_of(request: parameters_pb2.PullRequest) -> dict[int, int]:
+    """The versions that a request says its caller has."""
+    found: dict[int, int] = {}
+    for each in request.ranges:
+        blocks = each.blocks or BY_RANGE[RangeId(each.range_id)]
+        if each.held_versions:
+            found |= {b: v - 1 for b, v in zip(blocks, each.held_versions, strict=True) if v}
+    return found
+
+
+def without_held(request: parameters_pb2.PullRequest) -> list[Answer | PushpullError]:
+    """All that is asked for, but for what the caller has: in shared memory, if it may be."""
+    held = held_of(request)
+    new = [block for block in asked(request) if block not in held]
+    found = [shared_of(*new)] if request.shared else [block_of(block) for block in new]
+    return [*found, unchanged_of(*held)] if held else [*found]
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_what_is_held_does_not_come_again(is_shared: bool, copiers: Copiers) -> None:
+    lanes = (Lane(), Lane()) if is_shared else (None, None)
+    one, other = (Link(without_held, lane) for lane in lanes)
+    links, held = Links(one, other), HeldValues()
+    order = order_of(held=held)
+    first = pulled(links, order, copiers)
+    assert held_of(one.requests[0]) == {}
+    counters = Counters()
+    order = replace(order, clock=6, steps=TableSteps(MODEL, cast(Any, None)))
+    puller = Puller(cast(ServerLinks, links), counters, copiers)
+    found = asyncio.run(puller.pull(order))
+    check_values(order)
+    assert held_of(one.requests[1]) == {b: 10 + b for b in BY_RANGE[RangeId(0)]}
+    assert (counters.pulled_bytes, counters.unchanged_bytes) == (0, order.raw.nbytes)
+    assert found == replace(first, clock=6), "as if all had come"
+    peers = {block: 0 if is_shared else 20 + block for block in range(6)}
+    assert order.steps.peer_versions == peers
+
+
+def test_a_request_without_anything_held_has_nothing_more() -> None:
+    plain, holding = Link(whole), Link(whole)
+    pulled(Links(plain, Link(whole)), order_of())
+    pulled(Links(holding, Link(whole)), order_of(held=HeldValues()))
+    before, after = plain.requests[0], holding.requests[0]
+    after.deadline_ms = before.deadline_ms
+    assert after == before
+
+
+def test_what_was_written_in_part_is_not_held(copiers: Copiers) -> None:
+    """The torn value's range comes again as bytes; what it had of before is not claimed."""
+    first = BY_RANGE[RangeId(0)]
+    lane = Lane()
+    one = Link(without_held, lane)
+    links, held = Links(one, Link(without_held, Lane())), HeldValues()
+    pulled(links, order_of(held=held), copiers)
+    lane.torn_blocks = {first[1]}
+
+    def newer(request: parameters_pb2.PullRequest) -> list[Answer | PushpullError]:
+        return shares(request) if len(one.requests) == 2 else without_held(request)
+
+    one.answers = newer
+    order = order_of(held=held)
+    pulled(links, order, copiers)
+    claims = [held_of(request) for request in one.requests]
+    assert claims == [{}, {b: 10 + b for b in first}, {}, {}, {}]
+    assert [request.shared for request in one.requests] == [True, True, True, True, False]
+
+
+def test_values_beside_unchanged_ones_count_once_the_range_is_whole(copiers: Copiers) -> None:
+    """In shared memory and as bytes, whatever comes first."""
+    first = BY_RANGE[RangeId(0)]
+    held = HeldValues()
+    one = Link(without_held, Lane())
+    links = Links(one, Link(without_held, Lane()))
+    pulled(links, order_of(held=held), copiers)
+    for answers in (
+        [unchanged_of(*first[1:]), shared_of(first[0])],
+        [shared_of(first[0]), unchanged_of(*first[1:])],
+        [unchanged_of(*first[1:]), block_of(first[0])],
+    ):
+        one.answers = lambda _, answers=answers: answers  # type: ignore[misc]
+        one.requests.clear()
+        pulled(links, order_of(held=held), copiers)
+        assert len(one.requests) == 1
+
+
+def test_values_of_another_epoch_are_not_held() -> None:
+    """Its next primary counts edits anew, so the same numbers may be another value's."""
+    one, held = Link(without_held), HeldValues()
+    links = Links(one, Link(without_held))
+    pulled(links, order_of(held=held))
+    links.view = view_of(2, 4)
+    pulled(links, order_of(held=held))
+    links.view = view_of(3, 5, (OTHER, ONE))
+    pulled(links, order_of(held=held))
+    assert [held_of(request) for request in one.requests] == [{}, {}, {}]
+
+
+def test_an_unchanged_block_that_is_not_held_is_a_bug_of_the_server() -> None:
+    first = BY_RANGE[RangeId(0)]
+    for held in (None, HeldValues()):
+        links = Links(Link(lambda _: [unchanged_of(*first)]), Link(whole))
+        with pytest.raises(Internal, match="came as unchanged; expected its values"):
+            pulled(links, order_of(held=held))
+
+
+def test_a_request_holds_no_more_than_it_may_name() -> None:
+    """Blocks of 64 elements: of a table of many, the first ranges' are held."""
+    count = limits.MAX_NAMED_BLOCK_COUNT + 64
+    of = table([count * 64])
+    held = HeldValues()
+    for block in range(count):
+        held.take(block, HeldValue(AssignmentEpoch(3), 0, 2**40, 0))
+    by_range = of.blocks_by_range(RANGE_COUNT)
+    link = Link(
+        lambda request: [unchanged_of(*by_range[RangeId(r.range_id)]) for r in request.ranges]
+    )
+    links = Links(link, view=view_of(primaries=(ONE, ONE), of=of))
+    pulled(links, order_of(of, held=held))
+    (request,) = link.requests
+    held_counts = [len(each.held_versions) for each in request.ranges]
+    assert 0 < sum(held_counts) <= limits.MAX_NAMED_BLOCK_COUNT
+    assert request.ByteSize() <= limits.MAX_ENTRY_BYTES
 
 
 # --- while the view changes

@@ -77,7 +77,8 @@ class Server:
     def begun(self, *skips: int) -> RangeRead:
         """The listing of both partitions, decided on and not made."""
         terms = PullTerms(WORKER, self._clock, 9.0)
-        read = RangeRead(terms, PLACE, (0, 1), (), skips)
+        part = parameters_pb2.RangePull(blocks=(0, 1), skipped_row_counts=skips)
+        read = RangeRead(terms, PLACE, part)
         self.node.begin_read(read)
         assert read.is_answered
         return read
@@ -155,3 +156,12 @@ def test_an_answer_has_no_more_than_fits_a_message(server: Server) -> None:
 def test_beyond_the_end_there_is_nothing(server: Server) -> None:
     server.push(range(10))
     assert [rows for _, _, rows in server.made(server.begun(10, 2**64 - 1))] == [{}, {}]
+
+
+def test_a_pull_of_whole_partitions_is_refused_whatever_it_holds(server: Server) -> None:
+    part = parameters_pb2.RangePull(held_versions=[1, 1])
+    read = RangeRead(PullTerms(WORKER, 0, 9.0), PLACE, part)
+    server.node.begin_read(read)
+    (found,) = read.next()
+    assert isinstance(found, bytes)
+    assert "is one of rows" in parameters_pb2.PullResponse.FromString(found).error.error.message

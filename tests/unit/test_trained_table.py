@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -11,23 +12,26 @@ import torch
 from torch import nn
 
 from ps_core.errors import GradientChangedAfterPush
-from ps_core.keys import TableId
+from ps_core.keys import AssignmentEpoch, TableId
 from ps_core.tables.elements import pack_presence
 from ps_core.tables.optimizers import VALUES_ARRAY, OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
 from ps_worker.client.client import Client
 from ps_worker.spec.flat_layout import dtype_of, layout_of
-from ps_worker.spec.optimizers import SGD, Aggregate
+from ps_worker.spec.optimizers import SGD, Aggregate, Outer, ServerOptimizer
 from ps_worker.spec.settings import ASP, tensors_of
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.spec.values import BlockValues
+from ps_worker.steps.held_values import HeldValue
 from ps_worker.steps.steps import Pulled, TableHandle
+from ps_worker.training.tables.step_scale import StepScale
 from ps_worker.training.tables.trained_table import TrainedTable
 from ps_worker.window.push_window import StepTerms
 from tests.unit.table_client import TableClient, parameter, trained_tables
 
 NUMBERS = (("lr", 1.0),)
+HELD = HeldValue(AssignmentEpoch(3), 0, 7, 0)
 
 
 class Pushed:
@@ -221,3 +225,34 @@ def test_a_sealed_step_sends_no_hyperparameters_with_its_blocks() -> None:
     table.hooked(0, NUMBERS)
     assert [body.eager for body in client.submitted] == [None]
     table.check_final((("lr", 2.0),))
+
+
+# --- what is held of the pulled values
+
+
+def holding(optimizer: ServerOptimizer) -> tuple[TrainedTable, TableClient]:
+    """A table whose memory has the value of its block."""
+    client = TableClient()
+    (table,) = trained_tables(optimizer, [parameter(1.0, 2.0)], client=client)
+    table.begin_pull()
+    client.held.take(0, HELD)
+    return table, client
+
+
+def test_a_step_pulls_what_is_not_held() -> None:
+    table, client = holding(SGD(lr=1.0))
+    table.seal((), StepScale(), skip=True)
+    assert client.held.claims([0], HELD.assignment_epoch) == (0, [7])
+
+
+def test_memory_that_the_leader_of_a_group_fills_holds_nothing() -> None:
+    table, client = holding(SGD(lr=1.0))
+    table.is_followed = True
+    table.seal((), StepScale(), skip=True)
+    assert client.held.claims([0], HELD.assignment_epoch) == (0, [None])
+
+
+def test_memory_with_the_values_of_a_checkpoint_holds_nothing() -> None:
+    table, client = holding(Outer(partial(torch.optim.SGD, lr=1.0), inner_steps=2))
+    table.load_local(*(each.clone() for each in table.local_values()))
+    assert client.held.claims([0], HELD.assignment_epoch) == (0, [None])

@@ -316,18 +316,22 @@ class PushResponse(_message.Message):
     def __init__(self, replies: _Optional[_Iterable[_Union[EntryReply, _Mapping]]] = ...) -> None: ...
 
 class RangePull(_message.Message):
-    __slots__ = ("range_id", "assignment_epoch", "blocks", "ids", "skipped_row_counts")
+    __slots__ = ("range_id", "assignment_epoch", "blocks", "ids", "skipped_row_counts", "held_versions", "held_edit_count")
     RANGE_ID_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_ROW_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    HELD_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    HELD_EDIT_COUNT_FIELD_NUMBER: _ClassVar[int]
     range_id: int
     assignment_epoch: int
     blocks: _containers.RepeatedScalarFieldContainer[int]
     ids: _containers.RepeatedScalarFieldContainer[bytes]
     skipped_row_counts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., ids: _Optional[_Iterable[bytes]] = ..., skipped_row_counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    held_versions: _containers.RepeatedScalarFieldContainer[int]
+    held_edit_count: int
+    def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., ids: _Optional[_Iterable[bytes]] = ..., skipped_row_counts: _Optional[_Iterable[int]] = ..., held_versions: _Optional[_Iterable[int]] = ..., held_edit_count: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("session", "table_id", "ranges", "clock", "deadline_ms", "codec", "consistent", "shared", "read_number", "cut", "array")
@@ -406,13 +410,14 @@ class BeginCutResponse(_message.Message):
     def __init__(self, clock: _Optional[int] = ...) -> None: ...
 
 class BlockValue(_message.Message):
-    __slots__ = ("block", "version", "peer_version", "clock", "codec", "presence", "payload")
+    __slots__ = ("block", "version", "peer_version", "clock", "codec", "presence", "edit_count", "payload")
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PEER_VERSION_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     PRESENCE_FIELD_NUMBER: _ClassVar[int]
+    EDIT_COUNT_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     block: int
     version: int
@@ -420,11 +425,12 @@ class BlockValue(_message.Message):
     clock: int
     codec: _types_pb2.Codec
     presence: bytes
+    edit_count: int
     payload: bytes
-    def __init__(self, block: _Optional[int] = ..., version: _Optional[int] = ..., peer_version: _Optional[int] = ..., clock: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., presence: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, block: _Optional[int] = ..., version: _Optional[int] = ..., peer_version: _Optional[int] = ..., clock: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., presence: _Optional[bytes] = ..., edit_count: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class SharedValue(_message.Message):
-    __slots__ = ("block", "version", "peer_version", "clock", "codec", "segment_id", "offset_bytes", "byte_count", "stamp_offset_bytes", "stamp")
+    __slots__ = ("block", "version", "peer_version", "clock", "codec", "segment_id", "offset_bytes", "byte_count", "stamp_offset_bytes", "stamp", "edit_count")
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PEER_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -435,6 +441,7 @@ class SharedValue(_message.Message):
     BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
     STAMP_OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
     STAMP_FIELD_NUMBER: _ClassVar[int]
+    EDIT_COUNT_FIELD_NUMBER: _ClassVar[int]
     block: int
     version: int
     peer_version: int
@@ -445,13 +452,22 @@ class SharedValue(_message.Message):
     byte_count: int
     stamp_offset_bytes: int
     stamp: int
-    def __init__(self, block: _Optional[int] = ..., version: _Optional[int] = ..., peer_version: _Optional[int] = ..., clock: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., segment_id: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., byte_count: _Optional[int] = ..., stamp_offset_bytes: _Optional[int] = ..., stamp: _Optional[int] = ...) -> None: ...
+    edit_count: int
+    def __init__(self, block: _Optional[int] = ..., version: _Optional[int] = ..., peer_version: _Optional[int] = ..., clock: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., segment_id: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., byte_count: _Optional[int] = ..., stamp_offset_bytes: _Optional[int] = ..., stamp: _Optional[int] = ..., edit_count: _Optional[int] = ...) -> None: ...
 
 class SharedValues(_message.Message):
     __slots__ = ("values",)
     VALUES_FIELD_NUMBER: _ClassVar[int]
     values: _containers.RepeatedCompositeFieldContainer[SharedValue]
     def __init__(self, values: _Optional[_Iterable[_Union[SharedValue, _Mapping]]] = ...) -> None: ...
+
+class UnchangedBlocks(_message.Message):
+    __slots__ = ("clock", "blocks")
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    clock: int
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, clock: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RangeError(_message.Message):
     __slots__ = ("range_id", "error")
@@ -462,14 +478,16 @@ class RangeError(_message.Message):
     def __init__(self, range_id: _Optional[int] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class PullResponse(_message.Message):
-    __slots__ = ("block", "error", "shared")
+    __slots__ = ("block", "error", "shared", "unchanged")
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
+    UNCHANGED_FIELD_NUMBER: _ClassVar[int]
     block: BlockValue
     error: RangeError
     shared: SharedValues
-    def __init__(self, block: _Optional[_Union[BlockValue, _Mapping]] = ..., error: _Optional[_Union[RangeError, _Mapping]] = ..., shared: _Optional[_Union[SharedValues, _Mapping]] = ...) -> None: ...
+    unchanged: UnchangedBlocks
+    def __init__(self, block: _Optional[_Union[BlockValue, _Mapping]] = ..., error: _Optional[_Union[RangeError, _Mapping]] = ..., shared: _Optional[_Union[SharedValues, _Mapping]] = ..., unchanged: _Optional[_Union[UnchangedBlocks, _Mapping]] = ...) -> None: ...
 
 class PushPullRequest(_message.Message):
     __slots__ = ("header", "block", "seal", "pull", "batch", "withdrawal", "update_scale", "then_pull")

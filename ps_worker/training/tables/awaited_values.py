@@ -20,6 +20,7 @@ import torch
 from ps_core.tables.table import Table
 from ps_worker.spec.flat_layout import FlatLayout
 from ps_worker.spec.values import Region
+from ps_worker.steps.held_values import HeldValues
 from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.tables.device_copies import Arrival, from_host
 from ps_worker.training.tables.edits import WrittenValues
@@ -48,12 +49,14 @@ class AwaitedValues:
         handle: TableHandle,
         layout: FlatLayout,
         received: FlatBuffer,
+        held: HeldValues,
         written: WrittenValues,
     ) -> None:
         self._client = client
         self._handle = handle
         self._layout = layout
         self._received = received
+        self._held = held
         self._written = written
         self._pieces: list[_Piece] = []
         self._unwritten: list[int] = []
@@ -67,7 +70,7 @@ class AwaitedValues:
         explains a step that would wait for ever.
         """
         regions = pieces_of(self._handle.table)
-        tickets = self._client.pulls.start_pieces(self._handle, self._received.raw, regions)
+        tickets = self._start(regions)
         self._pieces = [_Piece(*each) for each in zip(regions, tickets, strict=True)]
         self._unwritten = list(range(len(self._layout.placed)))
         return tickets[0]
@@ -102,9 +105,11 @@ class AwaitedValues:
     def _pull_again(self, pieces: list[_Piece]) -> None:
         for piece in pieces:
             if piece.ticket.done() and piece.ticket.future.exception() is not None:
-                (piece.ticket,) = self._client.pulls.start_pieces(
-                    self._handle, self._received.raw, [piece.region]
-                )
+                (piece.ticket,) = self._start([piece.region])
+
+    def _start(self, regions: list[Region]) -> list[PullTicket[Pulled]]:
+        pulls, raw = self._client.pulls, self._received.raw
+        return pulls.start_pieces(self._handle, raw, regions, self._held)
 
 
 def pieces_of(table: Table) -> list[Region]:

@@ -29,6 +29,7 @@ from ps_worker.spec.optimizers import Add, Outer, ServerOptimizer
 from ps_worker.spec.settings import FromRank0
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.spec.values import BlockValues
+from ps_worker.steps.held_values import HeldValues
 from ps_worker.training.tables.awaited_values import AwaitedValues
 from ps_worker.training.tables.device_copies import Arrival, from_host
 from ps_worker.training.tables.edits import WrittenValues
@@ -96,7 +97,10 @@ class TrainedTable:
         self._was_skipped = False
         self._received = FlatBuffer(layout, is_pinned=not layout.is_frozen)
         self._written = WrittenValues(layout, self._received)
-        self._awaited = AwaitedValues(client, self.handle, layout, self._received, self._written)
+        self._held = HeldValues()  # of `_received`; what parameters have does not count
+        self._awaited = AwaitedValues(
+            client, self.handle, layout, self._received, self._held, self._written
+        )
         self.moves = LocalMoves(self.handle.table, layout, self._received, optimizer)
         self._edit: FlatBuffer | None = None
         self._look_count = 0
@@ -409,6 +413,7 @@ class TrainedTable:
         """Begin to pull the result of a step, unless another worker does."""
         if self.is_followed:
             self._prepare_pull()
+            self._held.forget()
         else:
             self.begin_pull(blocks)
 
@@ -416,7 +421,9 @@ class TrainedTable:
         """Begin to pull the table, or some blocks, at this worker's clock; `finish` waits."""
         self._prepare_pull()
         self._pulled_blocks = blocks
-        self._pull = self._client.pulls.start(self.handle, self._received.raw, blocks=blocks)
+        self._pull = self._client.pulls.start_blocks(
+            self.handle, self._received.raw, self._held, blocks
+        )
         self.pending.add(self._pull)
 
     def _prepare_pull(self) -> None:
@@ -514,6 +521,7 @@ class TrainedTable:
 
     def load_local(self, pulled: torch.Tensor, own: torch.Tensor) -> None:
         """OUTER: go on from the result of `local_values`."""
+        self._held.forget()
         self._received.values.copy_(pulled)  # a copy to a device that still reads it is made again
         self.write_parameters()
         with torch.no_grad():
