@@ -56,6 +56,20 @@ def is_same(first: Values, second: Values) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def differences(first: Values, second: Values) -> list[str]:
+    """Words for the tensors that differ: how many elements do, where, and by how much at most."""
+    found = []
+    for number, (a, b) in enumerate(zip(first, second, strict=True)):
+        places = (a != b).flatten().nonzero().flatten()
+        if len(places):
+            most = float((a.double() - b.double()).abs().max())
+            shown = places[:8].tolist()
+            found.append(
+                f"tensor {number}: {len(places)} elements ({shown}), by {most:.3g} at most"
+            )
+    return found
+
+
 def adamw(inner_steps: int = INNER_STEPS, **outer: Any) -> ps.Outer:
     return ps.Outer(ADAMW, inner_steps=inner_steps, **outer)
 
