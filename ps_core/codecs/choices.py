@@ -19,10 +19,13 @@ NONE = "none"
 TOP_K, RANDOM_K = "topk", "randomk"
 """Names of the two ways to pick the elements of a SPARSE payload."""
 
+LOW_RANK = "lowrank"
+"""The name of `Codec.LOW_RANK`, before the rank."""
+
 PULL_CHOICES = (NONE, *(codec.value for codec in (Codec.FP32, Codec.FP16, Codec.BF16, Codec.INT8)))
 """A pull has no feedback, and without it signs and a few elements are no values."""
 
-PUSH_CHOICES = (*PULL_CHOICES, Codec.SIGN.value, TOP_K, RANDOM_K, Codec.LOW_RANK.value)
+PUSH_CHOICES = (*PULL_CHOICES, Codec.SIGN.value, TOP_K, RANDOM_K, LOW_RANK)
 
 DEFAULT_SHARE, MOST_SHARE = 0.01, 0.5
 """Shares of a block's elements; to send half of them with their places saves nothing."""
@@ -62,7 +65,7 @@ class PushCodec:
             InvalidConfig: there is no such codec, or a number is wrong.
         """
         name, *numbers = text.split(":")
-        if name == Codec.LOW_RANK.value:
+        if name == LOW_RANK:
             rank = _number(int, numbers[0], text) if numbers else DEFAULT_RANK
             if len(numbers) > 1 or not 1 <= rank <= MOST_RANK:
                 raise _wrong(text)
@@ -86,7 +89,7 @@ class PushCodec:
 
     def __str__(self) -> str:
         if self.codec is Codec.LOW_RANK:
-            return f"{self.codec.value}:{self.matrix_rank}"
+            return f"{LOW_RANK}:{self.matrix_rank}"
         if self.codec is not Codec.SPARSE:
             return str(self.codec.value)
         name = RANDOM_K if self.is_random else TOP_K
@@ -144,10 +147,10 @@ def _number(kind: type[_Number], digits: str, text: str) -> _Number:
 
 
 def _wrong(text: str) -> InvalidConfig:
-    if text.startswith(Codec.LOW_RANK.value):
+    if text.startswith(LOW_RANK):
         return InvalidConfig(
-            f"push_codec is {text!r}; expected {Codec.LOW_RANK.value}:RANK, with a rank of 1 to "
-            f"{MOST_RANK}, such as {Codec.LOW_RANK.value}:{DEFAULT_RANK}"
+            f"push_codec is {text!r}; expected {LOW_RANK}:RANK, with a rank of 1 to "
+            f"{MOST_RANK}, such as {LOW_RANK}:{DEFAULT_RANK}"
         )
     return InvalidConfig(
         f"push_codec is {text!r}; expected NAME:SHARE or NAME:SHARE:STEPS, with a share above 0 "

@@ -31,7 +31,7 @@ class Codec(Enum):
     INT8 = "int8"
     SIGN = "sign"
     SPARSE = "sparse"
-    LOW_RANK = "lowrank"
+    LOW_RANK = "low_rank"
 
     __hash__ = object.__hash__
 

@@ -203,7 +203,7 @@ BAD_READS: dict[str, tuple[Ask, str, tuple[str, ...]]] = {
     "codec of factors": (
         lambda read, _: setattr(read, "codec", types.CODEC_LOW_RANK),
         "INVALID_TENSOR",
-        ("a pull cannot have codec lowrank",),
+        ("a pull cannot have codec low_rank",),
     ),
     "consistent at a clock that has passed": (
         lambda read, _: setattr(read, "consistent", True),
