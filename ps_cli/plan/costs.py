@@ -10,13 +10,13 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from ps_core.codecs.choices import NONE, TOP_K
+from ps_core.codecs.choices import LOW_RANK, NONE, TOP_K
 from ps_core.errors import InvalidConfig
 from ps_core.tables.elements import Codec
 
 _Cost = TypeVar("_Cost")
 
-_NAMES = {Codec.FP32: NONE, Codec.SPARSE: TOP_K}
+_NAMES = {Codec.FP32: NONE, Codec.SPARSE: TOP_K, Codec.LOW_RANK: LOW_RANK}
 """Names of codecs that are measured under another one."""
 
 

@@ -13,10 +13,10 @@ from simpy.events import ProcessGenerator
 import ps_worker as ps
 from ps_cli.compare.modes import ComparedMode
 from ps_cli.plan.cluster import PlannedCluster
-from ps_cli.plan.costs import Costs, Ends
+from ps_cli.plan.costs import REFERENCE, Costs, Ends
 from ps_cli.plan.simulation import Cores, Latch, Station, Thread
 from ps_cli.plan.steps import PlannedStep, planned_step
-from ps_core.codecs.choices import PushCodec
+from ps_core.codecs.choices import PUSH_CHOICES, PushCodec
 from ps_core.errors import InvalidConfig
 from ps_core.limits import DEFAULT_BLOCK_ELEMENTS
 from ps_core.tables.elements import DType
@@ -293,6 +293,11 @@ def test_a_sparse_push_is_that_after_its_warm_up() -> None:
     costs = replace(FREE, push={"topk": Ends(0.0, 0.0)})
     found = step(FAST, "bsp+topk:0.01:500/none", costs)
     assert found.pushed_bytes == PushCodec.parsed("topk:0.01").payload_bytes(ELEMENT_COUNT, 1)
+
+
+def test_every_codec_has_costs() -> None:
+    for choice in (each for each in PUSH_CHOICES if each not in ("none", "fp32")):
+        assert REFERENCE.of("push", PushCodec.parsed(choice).codec)
 
 
 def test_what_was_not_measured_is_refused() -> None:
