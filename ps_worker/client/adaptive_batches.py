@@ -41,10 +41,6 @@ _SHORTEST_S = 1e-6
 class AdaptiveBatches:
     """A worker's batches of a data set; `client.adaptive_batches` makes it. It is the
     `batch_sampler` of a `DataLoader`, and iterating it gives lists of indexes.
-
-    Attributes:
-        weight: the factor for the mean loss of the batch in hand, such that the mean over all
-            workers is that over all their samples.
     """
 
     def __init__(
@@ -64,7 +60,8 @@ class AdaptiveBatches:
             "expected ps.DistributedSampler, or client.data_shards under ASP, for workers that "
             "come later",
         )
-        self.weight = 1.0
+        self._weight = 1.0
+        self._is_weight_read = True
         self._connection = connection
         self._tables = tables
         self._collectives = collectives
@@ -91,6 +88,14 @@ class AdaptiveBatches:
         return self._pass_number
 
     @property
+    def weight(self) -> float:
+        """The factor for the mean loss of the batch in hand, such that the mean over all workers is
+        that over all their samples.
+        """
+        self._is_weight_read = True
+        return self._weight
+
+    @property
     def sizes(self) -> dict[int, int]:
         """The newest batch sizes of all workers, by rank."""
         least, most = self._spec.least, self._spec.most
@@ -108,7 +113,8 @@ class AdaptiveBatches:
 
         Raises:
             InvalidConfig: a table is not under BSP, or has backup workers or `ps.Outer`; workers
-                gave other values; or the loader fetches further ahead than `every` batches.
+                gave other values; the script does not read `weight` though batches differ; or the
+                loader fetches further ahead than `every` batches.
             WaitExpired: a worker is missing, named by the message. Iterate what `over` returned
                 again to go on.
         """
@@ -140,7 +146,13 @@ class AdaptiveBatches:
     def hand(self) -> None:
         """The script gets the next batch."""
         assert self._plan is not None  # noqa: S101 - the pass has begun
-        self.weight = self._plan.weight(self._batches.count, self._rank)
+        check_config(
+            self._is_weight_read or self._weight == 1.0,
+            f"the script did not read `weight` for its last batch, which is {self._weight:g}: its "
+            "samples count more or less than those of others; expected batches.weight * loss",
+        )
+        self._weight = self._plan.weight(self._batches.count, self._rank)
+        self._is_weight_read = False
         self._batches.hand()
 
     def end(self) -> None:

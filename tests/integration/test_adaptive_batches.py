@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -201,12 +201,13 @@ def test_the_others_go_on_without_a_worker_that_is_gone() -> None:
 def test_a_wait_that_expires_is_taken_up_again() -> None:
     """At the first batch, and at the first agreement."""
 
-    def trained(client: ps.Client, batches: Iterator[list[int]], until: int) -> None:
-        while len(seen[client.rank]) < until:
-            seen[client.rank].append(next(batches))
-            optimizers[client.rank].zero_grad()
-            weights[client.rank].sum().backward()
-            optimizers[client.rank].step()
+    def trained(client: ps.Client, loop: Iterator[list[int]], until: int) -> None:
+        rank = client.rank
+        while len(seen[rank]) < until:
+            seen[rank].append(next(loop))
+            optimizers[rank].zero_grad()
+            (shared[rank].weight * weights[rank].sum()).backward()
+            optimizers[rank].step()
 
     with (
         ps.local_cluster(servers=1, workers=2) as cluster,
@@ -219,10 +220,8 @@ def test_a_wait_that_expires_is_taken_up_again() -> None:
             ps.DistributedOptimizer(client, [weight], ps.SGD(lr=1.0), name="model")
             for client, weight in zip(clients, weights, strict=True)
         ]
-        loops = []
-        for client in clients:
-            batches = client.adaptive_batches(64, 4, every=2)
-            loops.append(batches.over(batches))
+        shared = [client.adaptive_batches(64, 4, every=2) for client in clients]
+        loops = [batches.over(batches) for batches in shared]
         with ThreadPoolExecutor(2) as threads:
             for until in (0, 2):
                 with pytest.raises(ps.WaitExpired, match="worker 1"):
@@ -259,6 +258,24 @@ def test_tables_whose_workers_take_other_steps_are_refused(
         batches = client.adaptive_batches(SAMPLES, BATCH)
         with pytest.raises(ps.InvalidConfig, match=message):
             next(iter(batches.over(batches)))
+
+
+def test_a_script_that_forgets_the_weight_is_told() -> None:
+    def work(rank: int) -> str:
+        options: Any = {"rank": rank, "compute": "permanent:1ms,20ms,rank=1"}
+        with ps.connect(cluster.address, **options) as client:
+            recorder = Recorder(client, "model")
+            batches = client.adaptive_batches(SAMPLES, BATCH, every=1)
+            unweighed = batches.over(batches)
+            train = partial(recorder.train, weight=1.0)
+            with pytest.raises(ps.InvalidConfig) as raised:
+                deque(map(train, unweighed), maxlen=0)
+            assert len(recorder.sizes) >= 2
+            return raised.value.message
+
+    with ps.local_cluster(servers=1, workers=2) as cluster, ThreadPoolExecutor(2) as threads:
+        for message in threads.map(work, range(2)):
+            assert "did not read `weight` for its last batch, which is" in message
 
 
 def test_workers_that_differ_are_told(workers: list[ps.Client]) -> None:
