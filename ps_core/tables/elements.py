@@ -41,6 +41,11 @@ class Codec(Enum):
         return self in _RAW_BYTES
 
     @property
+    def feature(self) -> str:
+        """The word by which a server says that it has this codec; empty: every server does."""
+        return "" if self.is_raw else f"codec-{self.value}"
+
+    @property
     def is_for_pushes_alone(self) -> bool:
         """True if a payload leaves out what later pushes bring: no codec of values."""
         return self in (Codec.SIGN, Codec.SPARSE, Codec.LOW_RANK)

@@ -14,6 +14,7 @@ import grpc.aio
 from ps_core import limits
 from ps_core.errors import InvalidConfig, NotOwner, PushpullError, Recovering, WaitExpired
 from ps_core.keys import TableId
+from ps_core.tables.elements import Codec
 from ps_runtime.cluster.wire import change_outcome_to_proto
 from ps_runtime.grpc.errors import translated
 from ps_runtime.grpc.requests import RequestReader
@@ -39,7 +40,10 @@ from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
 
 SERVICE = "pushpull.v1.ParameterService"
 
-FEATURES = ("bytes-lane", "inline-seal", "presence", "batch", "same-host-lane")
+FEATURES = (
+    *("bytes-lane", "inline-seal", "presence", "batch", "same-host-lane"),
+    *(codec.feature for codec in Codec if codec.feature),
+)
 
 _TURN_BLOCK_COUNT = 32
 """Most blocks done in one stretch, each in a tenth of a millisecond. One by one they would cost

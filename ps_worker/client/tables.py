@@ -215,9 +215,11 @@ class ClientTables:
         connection.check_may_push("create tables")
         options.setdefault("consistency", parsed(connection.config.consistency or "bsp"))
         spec = table_spec(name, layout, optimizer, options, has_rows=has_rows)
-        codecs = self._codecs(spec, options)
+        self._codecs(spec, options)  # refused before the table is made
         deadline_s = connection.deadline_s(options.get("timeout_s"))
-        handle = self._adopt(connection.asked(self._created(spec, deadline_s), deadline_s), codecs)
+        table = connection.asked(self._created(spec, deadline_s), deadline_s)
+        codecs = self._agreed_codecs(table, options)
+        handle = self._adopt(table, codecs)
         _check_codecs(handle, codecs, options)
         connection.record.table(handle.spec, handle.codecs)
         return handle
@@ -251,7 +253,7 @@ class ClientTables:
         chosen = {"push_codec": push_codec, "pull_codec": pull_codec}
         deadline_s = self._opens_within_s(timeout_s)
         table = self._connection.asked(self._opened(name, deadline_s), deadline_s)
-        codecs = self._codecs(table.spec, chosen)
+        codecs = self._agreed_codecs(table, chosen)
         handle = self._adopt(table, codecs)
         _check_codecs(handle, codecs, chosen)
         return handle
@@ -259,6 +261,27 @@ class ClientTables:
     def _codecs(self, spec: TableSpec, chosen: Mapping[str, object]) -> TableCodecs:
         config = self._connection.config
         return codecs_of(spec, chosen, (config.push_codec, config.pull_codec))
+
+    def _agreed_codecs(self, table: Table, chosen: Mapping[str, object]) -> TableCodecs:
+        """As `_codecs`, of those that all servers of the table have: a default that one lacks is
+        left out, with a warning, and a choice is refused.
+        """
+        found = self._codecs(table.spec, chosen)
+        push = None if found.push is None else found.push.codec
+        for option, codec in (("push_codec", push), ("pull_codec", found.pull)):
+            feature = "" if codec is None else codec.feature
+            server = self._engine.links.lacking(table, feature) if feature else None
+            if server is None:
+                continue
+            name = table.spec.name
+            if chosen.get(option) is not None:
+                raise InvalidConfig(
+                    f"{option} of table '{name}' is {chosen[option]}, which server {server} does "
+                    "not have; expected another codec, or servers of this version"
+                )
+            logs.warning("codec_left_out", table=name, option=option, codec=codec, server=server)
+            found = replace(found, **{option.removesuffix("_codec"): None})
+        return found
 
     async def _opened(self, name: str, deadline_s: float) -> Table:
         end_s = now_s() + deadline_s

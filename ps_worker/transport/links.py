@@ -200,6 +200,7 @@ class ServerLink:
 
     def __init__(self, node: Node, setting: LinkSetting) -> None:
         self.node = node
+        self.features: frozenset[str] = frozenset()  # that the server named in its last session
         self.lane_name = ""
         self._setting = setting
         self._channel = aio_channel(node.address)
@@ -282,6 +283,7 @@ class ServerLink:
         )
         check_answers(self.node, self._setting.identity.cluster_id, named)
         await self._calls.use_port(request, response, deadline_s)
+        self.features = frozenset(response.features)
         self._offer = response.same_host if response.HasField("same_host") else None
         self._view_number = max(self._view_number, view_number)
 
@@ -533,6 +535,16 @@ class ServerLinks:
                 *(link.ensure_session(view_number, left_s, is_wanted) for link in links)
             )
             met.update(link.node.node_id for link in links)
+
+    def lacking(self, table: Table, feature: str) -> NodeId | None:
+        """A server of a table that did not name this feature in its session; None: all have. Any
+        thread.
+        """
+        ranges = self.view.ranges
+        servers = {ranges[range_id].primary for range_id in table.blocks_by_range(len(ranges))}
+        links = (self.find(server) for server in servers)
+        lacking = (link.node.node_id for link in links if link and feature not in link.features)
+        return next(lacking, None)
 
     @property
     def lane(self) -> str:

@@ -12,6 +12,9 @@ import pytest
 import torch
 
 import ps_worker as ps
+from ps_core.codecs.choices import PushCodec
+from ps_core.tables.elements import Codec
+from ps_worker.compression.table_codecs import TableCodecs
 
 Floats = npt.NDArray[np.float32]
 
@@ -261,3 +264,24 @@ def test_choices_that_cannot_be_are_refused_with_the_remedy(
     assert client.table(table.name) is table
     with pytest.raises(ps.PushpullError, match="is bf16, but this client opened it with int8"):
         client.table(table.name, push_codec="bf16")
+
+
+def test_a_codec_that_a_server_does_not_name_is_refused_or_left_out() -> None:
+    """As if that server were an older one. A choice is refused; the client's own is left out."""
+    with (
+        ps.local_cluster(servers=2, workers=2) as cluster,
+        ps.connect(cluster.address) as first,
+        ps.connect(cluster.address, push_codec="int8", pull_codec="int8") as client,
+    ):
+        for name in ("met", "table"):
+            first.create_table(name, SIZE, optimizer=ps.SGD(lr=1.0), block_elements=BLOCK)
+        met = client.table("met")
+        assert (met.codecs.push, met.codecs.pull) == (PushCodec.parsed("int8"), Codec.INT8)
+        links = client.engine.pulls.links_of(met.table)
+        for link in links:
+            assert {"codec-int8", "codec-sign", "codec-low_rank"} <= link.features
+        links[0].features -= {"codec-int8"}
+        older = links[0].node.node_id
+        with pytest.raises(ps.InvalidConfig, match=f"'table' is int8, which server {older} does"):
+            client.table("table", pull_codec="int8")
+        assert client.table("table", pull_codec="bf16").codecs == TableCodecs(None, Codec.BF16)
