@@ -124,6 +124,22 @@ def test_a_loader_with_processes_fetches_ahead(workers: list[ps.Client]) -> None
     assert seen == dict.fromkeys(range(SAMPLES), 1)
 
 
+def test_each_pass_has_an_order_of_its_own(workers: list[ps.Client]) -> None:
+    name = f"model-{next(_names)}"
+
+    def work(client: ps.Client) -> list[list[int]]:
+        batches = client.adaptive_batches(48, BATCH, name=name)
+        recorders = [Recorder(client, f"{name}-{number}") for number in range(2)]
+        for recorder in recorders:
+            for indexes in batches.over(batches):
+                recorder.train(indexes, batches.weight)
+        return [recorder.seen for recorder in recorders]
+
+    first, second = (sum(seen, start=[]) for seen in zip(*together(workers, work), strict=True))
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(48))
+
+
 def test_a_loader_that_fetches_too_far_ahead_is_refused(workers: list[ps.Client]) -> None:
     name = f"model-{next(_names)}"
 
