@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,8 @@ def test_each_pass_has_an_order_of_its_own(workers: list[ps.Client]) -> None:
                 recorder.train(indexes, batches.weight)
         return [recorder.seen for recorder in recorders]
 
-    first, second = (sum(seen, start=[]) for seen in zip(*together(workers, work), strict=True))
+    by_pass = zip(*together(workers, work), strict=True)
+    first, second = (list(chain(*of_workers)) for of_workers in by_pass)
     assert first != second
     assert sorted(first) == sorted(second) == list(range(48))
 
