@@ -33,6 +33,7 @@ JOURNAL_MUTANTS = (
         '        if body["change_count"]:\n',
         "        if False:\n",
         _STARTS,
+        first_seed=316,
     ),
     Mutant(
         "an incarnation is given twice",
