@@ -27,6 +27,7 @@ from scheduler.machine.cluster import Created
 from scheduler.machine.state import ClusterSettings, Registration
 from tests.sim.actors import Layout, SimWorker, Waits
 from tests.sim.arithmetic import (
+    in_fragments,
     may_be_read_last,
     may_clip,
     of_rows,
@@ -180,12 +181,11 @@ class Simulation:
     def specs(self, seed: int) -> list[TableSpec]:
         """The tables."""
         draw, numbers = self.world.draw, random.Random(f"numbers of {seed}")
-        return [
-            _spec(
-                draw, index, numbers, may_sum=self.may_sum, may_have_rows=self.may_have_rows
-            ).validated()
+        found = [
+            _spec(draw, index, numbers, may_sum=self.may_sum, may_have_rows=self.may_have_rows)
             for index in range(draw.choice((1, 2, 3)))
         ]
+        return [spec.validated() for spec in in_fragments(found, numbers)]
 
     def truth_settings(self, tables: Iterable[Table]) -> Settings:
         """Which consistency the clocks of the tables have."""
@@ -267,6 +267,9 @@ class Simulation:
                     self.truth.twin.check(table, block, found, read)
         twin = self.truth.twin
         self.world.counts["numbers"] += twin.count
+        self.world.counts["models in fragments"] += any(
+            table.spec.optimizer.fragment_count for table in self.layout.tables
+        )
         self.world.counts["rows evicted"] += twin.evicted_count
         self.world.counts["gradients of candidates"] += twin.candidate_count
         for server in self.cluster.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from ps_core.consistency import Mode
 from ps_core.errors import EditRefused, Fenced, InvalidConfig, InvalidTensor
@@ -10,11 +10,14 @@ from ps_core.keys import TableId
 from ps_core.tables.table import Table
 from ps_worker.steps.steps import passed, skipped_clocks
 from ps_worker.window.push_window import BlockPlace, StepEnded, StepTerms
-from tests.sim.actors import ReadTerms, SimWorker, Waits
+from tests.sim.actors import EVERY_BLOCK, ReadTerms, SimWorker, Waits
 from tests.sim.arithmetic import numbers_of
 from tests.sim.edits import Edit
 from tests.sim.grads import VALUES, Grad
 from tests.sim.truth import CLIP_SCALE, Body, TrainingEnded, Truth
+
+WHOLE_EVERY = 5
+"""Each so many-th clock of a model in fragments is a `synchronize`."""
 
 _ALONE = 4
 """So much likelier is a block bad that is its step's only one, and brings the seal with it."""
@@ -37,16 +40,19 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
             if number == steps - 1 and leaves_by_its_step and edit is None:
                 yield from _step(worker, truth, table, clock, last=True)
                 continue
+            blocks: Container[int] = EVERY_BLOCK
             if edit is None or not edit.is_of(worker.rank):
+                blocks = fragment_of(worker, table, clock)
                 yield from _step(worker, truth, table, clock)
             else:
                 yield from _edit(worker, truth, edit)
             if number == steps - 1 and leaves_by_its_step:
                 stays.append(table)
-            yield from read_and_check(worker, truth, table, clock)
-            answers = worker.reads.answers.values()  # with backup workers, others go on without it
-            clocks[table.table_id] = clock
-            newest[table.table_id] = max(clock, min(answer.clock for answer in answers))
+            yield from read_and_check(worker, truth, table, clock, blocks)
+            clocks[table.table_id] = newest[table.table_id] = clock
+            if all(block in blocks for block in range(table.block_count)):
+                answers = worker.reads.answers.values()  # with backup workers, others go on
+                newest[table.table_id] = max(clock, min(answer.clock for answer in answers))
         if number < steps - 1 or not leaves_by_its_step:
             _leave_out(worker, truth, clocks, newest)
         yield from worker.between(worker, number < steps - 1)
@@ -177,7 +183,8 @@ def _step(
     draw, layout = worker.world.draw, worker.layout
     edit = layout.settings.edits.at(table, clock)
     disputed = edit is not None and layout.settings.is_shared(table, clock)
-    blocks = [b for b in range(table.block_count) if clock == 0 or draw.random() < 0.8]
+    fragment = fragment_of(worker, table, clock)
+    blocks = [b for b in fragment if clock == 0 or draw.random() < 0.8]
     draw.shuffle(blocks)
     may_be_eager = table.spec.mode is not Mode.BSP or layout.settings.may_change
     clips = table.table_id in layout.settings.clipped and clock > 0
@@ -231,7 +238,7 @@ def _step(
     if clock and not last and draw.random() < 0.3:  # before its step has ended: it waits for that
         worker.world.counts["early reads"] += 1
         worker.read_early = True
-        yield from _read(worker, table, clock)
+        yield from _read(worker, table, clock, fragment)
     yield lambda: (table.table_id, clock) in worker.ended
     ended = worker.ended[table.table_id, clock]
     assert ended.applied == (not is_out), (ended, is_out)
@@ -267,11 +274,27 @@ def terms_of(
     return StepTerms(numbers, scale, skip, last, CLIP_SCALE if clips else None)
 
 
-def read_and_check(worker: SimWorker, truth: Truth, table: Table, clock: int) -> Waits:
+def fragment_of(worker: SimWorker, table: Table, clock: int) -> range:
+    """As `OuterSteps.choose`: the blocks that the step of that clock exchanges."""
+    count = table.spec.optimizer.fragment_count
+    if not count or clock % WHOLE_EVERY == 0:
+        return range(table.block_count)
+    tables = worker.layout.tables
+    first = sum(each.block_count for each in tables[: tables.index(table)])
+    return range((clock - 1 - first) % count, table.block_count, count)
+
+
+def read_and_check(
+    worker: SimWorker,
+    truth: Truth,
+    table: Table,
+    clock: int,
+    blocks: Container[int] = EVERY_BLOCK,
+) -> Waits:
     if worker.read_early:
         worker.read_early = False
     else:
-        yield from _read(worker, table, clock)
+        yield from _read(worker, table, clock, blocks)
     _check(worker, truth, table, clock)
 
 
@@ -290,13 +313,17 @@ def _check(worker: SimWorker, truth: Truth, table: Table, clock: int) -> None:
         for block, found in answer.blocks.items():
             _check_block(worker, truth, table, clock, (block, found))
             truth.twin.check(table, block, found, answer.readings[block])
-            worker.peer_versions[table.table_id, block] = answer.peer_versions[block]
+            if block in worker.reads.taken:
+                worker.peer_versions[table.table_id, block] = answer.peer_versions[block]
 
 
-def _read(worker: SimWorker, table: Table, clock: int) -> Waits:
+def _read(
+    worker: SimWorker, table: Table, clock: int, blocks: Container[int] = EVERY_BLOCK
+) -> Waits:
     while True:
-        worker.reads.begin(table, ReadTerms(clock, worker.incarnation, worker.rank))
-        yield lambda: worker.reads.is_done(table)
+        terms = ReadTerms(clock, worker.incarnation, worker.rank, blocks=blocks)
+        worker.reads.begin(table, terms)
+        yield worker.reads.is_done
         if not worker.reads.refusals:
             break
         if any(isinstance(error, InvalidConfig) for error in worker.reads.refusals):
