@@ -47,6 +47,7 @@ class ScheduledSimulation(Simulation):
     })  # fmt: skip
 
     may_differ = False
+    may_group = False
     has_checkpoints = True
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
@@ -60,7 +61,8 @@ class ScheduledSimulation(Simulation):
             self._beat(session, worker)
         self._look()
         self.change_every_s = self.world.draw.choice((0.5, 3.0, 20.0))
-        self.world.after(self.world.draw.random(), self._change)
+        if not self.groups.leaders:  # they need BSP
+            self.world.after(self.world.draw.random(), self._change)
 
     def checkpointer_of(self, seed: int) -> Checkpointer:
         """Who makes checkpoints."""

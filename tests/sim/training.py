@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Generator, Mapping
 
 from ps_core.consistency import Mode
 from ps_core.errors import EditRefused, Fenced, InvalidConfig, InvalidTensor
@@ -15,6 +15,12 @@ from tests.sim.arithmetic import numbers_of
 from tests.sim.edits import Edit
 from tests.sim.grads import VALUES, Grad
 from tests.sim.truth import CLIP_SCALE, Body, TrainingEnded, Truth
+
+FROM_THE_LEADER = 0.9
+"""Of a follower's values; it reads the others itself."""
+
+WEIGHTS = (1.0, 0.5, 1.0, 1.75, 1.0, 3.0, 0.25)
+"""Of steps, one worker's after the other's: for AMP, and by batches of other sizes."""
 
 WHOLE_EVERY = 5
 """Each so many-th clock of a model in fragments is a `synchronize`."""
@@ -31,6 +37,7 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
     else:
         yield from begin_anew(worker, truth, clocks)
     leaves_by_its_step = worker.world.draw.random() < 0.3  # else by one of its own
+    leaves_by_its_step = leaves_by_its_step and not worker.layout.settings.groups.leaders
     stays = [] if leaves_by_its_step else list(worker.layout.tables)
     for number in range(steps):
         newest: dict[TableId, int] = {}
@@ -48,11 +55,8 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
                 yield from _edit(worker, truth, edit)
             if number == steps - 1 and leaves_by_its_step:
                 stays.append(table)
-            yield from read_and_check(worker, truth, table, clock, blocks)
-            clocks[table.table_id] = newest[table.table_id] = clock
-            if all(block in blocks for block in range(table.block_count)):
-                answers = worker.reads.answers.values()  # with backup workers, others go on
-                newest[table.table_id] = max(clock, min(answer.clock for answer in answers))
+            newest[table.table_id] = yield from _pull(worker, truth, table, clock, blocks)
+            clocks[table.table_id] = clock
         if number < steps - 1 or not leaves_by_its_step:
             _leave_out(worker, truth, clocks, newest)
         yield from worker.between(worker, number < steps - 1)
@@ -78,6 +82,22 @@ def begin_anew(
         clocks[table.table_id] = first or 0
         if reads:
             yield from read_and_check(worker, truth, table, first or 0)
+
+
+def _pull(
+    worker: SimWorker, truth: Truth, table: Table, clock: int, blocks: Container[int]
+) -> Generator[Callable[[], bool], None, int]:
+    """It has the values of its step, or its leader has: the clock of what was read."""
+    groups, rank, table_id = worker.layout.settings.groups, worker.rank, table.table_id
+    if groups.is_followed(rank) and worker.world.draw.random() < FROM_THE_LEADER:
+        yield lambda: groups.pulled[table_id, groups.leaders[rank]] >= clock
+        return clock
+    yield from read_and_check(worker, truth, table, clock, blocks)
+    groups.pulled[table_id, rank] = clock
+    if not all(block in blocks for block in range(table.block_count)):
+        return clock
+    answers = worker.reads.answers.values()  # with backup workers, others go on without it
+    return max(clock, min(answer.clock for answer in answers))
 
 
 def _leave_out(
@@ -184,9 +204,13 @@ def _step(
     edit = layout.settings.edits.at(table, clock)
     disputed = edit is not None and layout.settings.is_shared(table, clock)
     fragment = fragment_of(worker, table, clock)
+    groups = layout.settings.groups
     blocks = [b for b in fragment if clock == 0 or draw.random() < 0.8]
+    if clock and groups.is_followed(worker.rank):
+        blocks = []
     draw.shuffle(blocks)
-    may_be_eager = table.spec.mode is not Mode.BSP or layout.settings.may_change
+    may_change = layout.settings.may_change and not groups.leaders
+    may_be_eager = table.spec.mode is not Mode.BSP or may_change
     clips = table.table_id in layout.settings.clipped and clock > 0
     likely = 1.0 if (table.table_id, clock) in worker.rates else 0.3
     eager = bool(clock) and may_be_eager and not clips and draw.random() < likely
@@ -195,7 +219,7 @@ def _step(
     for revision, block in [(0, b) for b in blocks] + [(1, b) for b in again]:
         # Whether a bad block of an eager step spoils the others depends on its clock's setting.
         share = worker.bad_share * (_ALONE if table.block_count == 1 else 1)
-        is_bad = bool(clock) and not disputed and draw.random() < share
+        is_bad = bool(clock) and not disputed and draw.random() < share and not groups.leaders
         bad = is_bad and not (eager and layout.settings.may_change)
         problem = InvalidTensor("non-finite") if bad else None
         pulled = worker.peer_versions.get((table.table_id, block)) if clock else None
@@ -216,6 +240,9 @@ def _step(
         if draw.random() < 0.2:
             yield worker.pause()
     skip = bool(clock) and not eager and draw.random() < 0.1 and not disputed
+    if clock and groups.leaders:
+        skip = not disputed and groups.skip(table, clock, worker.rank)
+        worker.world.counts["steps of groups"] += groups.size(worker.rank) > 1
     is_out = skip or disputed or any(body.problem for body in final.values())
     for block, body in final.items():
         if not is_out:
@@ -235,7 +262,8 @@ def _step(
     if last:
         truth.left.add((table.table_id, worker.incarnation))
         worker.world.counts["left by a step"] += 1
-    if clock and not last and draw.random() < 0.3:  # before its step has ended: it waits for that
+    may_read = clock and not last and not groups.is_followed(worker.rank)
+    if may_read and draw.random() < 0.3:  # before its step has ended: it waits for that
         worker.world.counts["early reads"] += 1
         worker.read_early = True
         yield from _read(worker, table, clock, fragment)
@@ -263,7 +291,9 @@ def terms_of(
 ) -> StepTerms:
     """What a worker says of its step; what it said is written down."""
     settings, key = worker.layout.settings, (table.table_id, worker.incarnation, clock)
-    scale = 0.5 if clock and not eager and clock % 4 == worker.rank % 4 else 1.0
+    scale = WEIGHTS[(clock + 3 * worker.rank) % len(WEIGHTS)] if clock and not eager else 1.0
+    if settings.groups.leaders:
+        scale = float(settings.groups.size(worker.rank))
     clips = table.table_id in settings.clipped and clock > 0
     numbers = worker.rates.get((table.table_id, clock), numbers_of(table, clock))
     settings.amp[key] = scale
