@@ -204,8 +204,8 @@ class SimWorker:
         self.rank, self.incarnation = rank, incarnation
         self.origin = int(incarnation)
         self.is_late_joiner = False
-        self.bad_share = 0.02
-        """Of its blocks that are not finite."""
+        self.bad_share = 0.0 if layout.settings.groups.leaders else 0.02
+        """Of its blocks that are not finite: groups skip such steps."""
         self.joined_after: Callable[[], dict[TableId, int]] = dict
         """After which clock it has joined each table, as far as the view says."""
         self.between: Callable[[SimWorker, bool], Waits] = _nothing_between

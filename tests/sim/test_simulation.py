@@ -129,7 +129,7 @@ class Simulation:
         "cuts", "cuts of ssp",
         "rejected", "discarded", "scaled", "early reads", "scaled updates", "scales", "numbers",
         "edits", "edits refused", "edits disputed", "edits of state", "tables of rows",
-        "rows evicted", "gradients of candidates",
+        "rows evicted", "gradients of candidates", "models in fragments", "steps of groups",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({"corrected"})
     many: ClassVar[int] = 200

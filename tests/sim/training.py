@@ -36,8 +36,8 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
         yield from begin_where_the_others_are(worker, truth, clocks)
     else:
         yield from begin_anew(worker, truth, clocks)
-    leaves_by_its_step = worker.world.draw.random() < 0.3  # else by one of its own
-    leaves_by_its_step = leaves_by_its_step and not worker.layout.settings.groups.leaders
+    may_leave_by_it = not worker.layout.settings.groups.leaders
+    leaves_by_its_step = worker.world.draw.random() < 0.3 and may_leave_by_it  # else by another
     stays = [] if leaves_by_its_step else list(worker.layout.tables)
     for number in range(steps):
         newest: dict[TableId, int] = {}
@@ -203,14 +203,8 @@ def _step(
     draw, layout = worker.world.draw, worker.layout
     edit = layout.settings.edits.at(table, clock)
     disputed = edit is not None and layout.settings.is_shared(table, clock)
-    fragment = fragment_of(worker, table, clock)
-    groups = layout.settings.groups
-    blocks = [b for b in fragment if clock == 0 or draw.random() < 0.8]
-    if clock and groups.is_followed(worker.rank):
-        blocks = []
-    draw.shuffle(blocks)
-    may_change = layout.settings.may_change and not groups.leaders
-    may_be_eager = table.spec.mode is not Mode.BSP or may_change
+    blocks = _blocks_of(worker, table, clock)
+    may_be_eager = table.spec.mode is not Mode.BSP or layout.settings.may_change
     clips = table.table_id in layout.settings.clipped and clock > 0
     likely = 1.0 if (table.table_id, clock) in worker.rates else 0.3
     eager = bool(clock) and may_be_eager and not clips and draw.random() < likely
@@ -219,7 +213,7 @@ def _step(
     for revision, block in [(0, b) for b in blocks] + [(1, b) for b in again]:
         # Whether a bad block of an eager step spoils the others depends on its clock's setting.
         share = worker.bad_share * (_ALONE if table.block_count == 1 else 1)
-        is_bad = bool(clock) and not disputed and draw.random() < share and not groups.leaders
+        is_bad = bool(clock) and not disputed and draw.random() < share
         bad = is_bad and not (eager and layout.settings.may_change)
         problem = InvalidTensor("non-finite") if bad else None
         pulled = worker.peer_versions.get((table.table_id, block)) if clock else None
@@ -239,10 +233,7 @@ def _step(
         )
         if draw.random() < 0.2:
             yield worker.pause()
-    skip = bool(clock) and not eager and draw.random() < 0.1 and not disputed
-    if clock and groups.leaders:
-        skip = not disputed and groups.skip(table, clock, worker.rank)
-        worker.world.counts["steps of groups"] += groups.size(worker.rank) > 1
+    skip = bool(clock) and not eager and _skips(worker, table, clock) and not disputed
     is_out = skip or disputed or any(body.problem for body in final.values())
     for block, body in final.items():
         if not is_out:
@@ -262,11 +253,11 @@ def _step(
     if last:
         truth.left.add((table.table_id, worker.incarnation))
         worker.world.counts["left by a step"] += 1
-    may_read = clock and not last and not groups.is_followed(worker.rank)
+    may_read = clock and not last and not layout.settings.groups.is_followed(worker.rank)
     if may_read and draw.random() < 0.3:  # before its step has ended: it waits for that
         worker.world.counts["early reads"] += 1
         worker.read_early = True
-        yield from _read(worker, table, clock, fragment)
+        yield from _read(worker, table, clock, fragment_of(worker, table, clock))
     yield lambda: (table.table_id, clock) in worker.ended
     ended = worker.ended[table.table_id, clock]
     assert ended.applied == (not is_out), (ended, is_out)
@@ -276,6 +267,26 @@ def _step(
         mode = layout.settings.at(table, clock).mode.value
         worker.world.counts[f"newcomers' {'clipped ' * clips}steps under {mode}"] += not is_out
     _note_lost(worker, truth, ended)
+
+
+def _blocks_of(worker: SimWorker, table: Table, clock: int) -> list[int]:
+    """The blocks that a worker has gradients of, as it pushes them: a follower has none."""
+    draw, groups = worker.world.draw, worker.layout.settings.groups
+    if clock and groups.is_followed(worker.rank):
+        return []
+    blocks = fragment_of(worker, table, clock)
+    found = [block for block in blocks if clock == 0 or draw.random() < 0.8]
+    draw.shuffle(found)
+    return found
+
+
+def _skips(worker: SimWorker, table: Table, clock: int) -> bool:
+    """Whether a worker skips a step: a group does as one."""
+    groups = worker.layout.settings.groups
+    if groups.leaders:
+        worker.world.counts["steps of groups"] += groups.size(worker.rank) > 1
+        return groups.skip(table, clock, worker.rank)
+    return worker.world.draw.random() < 0.1
 
 
 def _note_lost(worker: SimWorker, truth: Truth, ended: StepEnded) -> None:
