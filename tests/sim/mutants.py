@@ -293,6 +293,15 @@ _ONE_TABLE = (
         ("changes", "newcomers"),
     ),
     Mutant(
+        "a clock of BSP that nobody is in is left out, and not passed",
+        "S6",
+        _GATE,
+        "state.schedule.up_to_bsp(clock, state.slowest_clock())",
+        "state.slowest_clock()",
+        ("runs-departures",),
+        first_seed=70064,
+    ),
+    Mutant(
         "a late joiner is waited for from the first clock",
         "S6",
         _RANGE,
