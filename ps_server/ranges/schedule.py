@@ -120,6 +120,13 @@ class Schedule:
                 last = until
         return last
 
+    def up_to_bsp(self, clock: int, reached: int) -> int:
+        """`reached`, or the last clock before the BSP setting that begins next after `clock`, if
+        that is lower: a BSP clock forms, or is passed, even if no worker has a step of it.
+        """
+        begins = [after for after, found in self.settings if found.mode is Mode.BSP]
+        return min([reached, *(after for after in begins if after > clock)])
+
     def holds(self, clock: int) -> bool:
         if self._cuts and any(clock > cut.clock for cut in self._cuts.values()):
             return True

@@ -256,7 +256,7 @@ class UpdateGate:
                 if not self._aggregation.form(now_s, out):
                     return
             else:
-                state.clock = state.slowest_clock()
+                state.clock = state.schedule.up_to_bsp(clock, state.slowest_clock())
             if state.clock == clock:
                 return
             self._read_gate.release(out)  # some ask for the state at exactly this clock

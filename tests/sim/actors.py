@@ -7,7 +7,7 @@ the list of what is in it, and every loss, double or disorder shows.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Container, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -53,6 +53,7 @@ from tests.sim.world import World
 PULL_DEADLINE_S = 5.0
 RESEND_S = 1.0
 TICK_S = 0.25
+EVERY_BLOCK = range(1 << 32)
 
 
 Cluster = dict[NodeId, SimServer]
@@ -104,6 +105,8 @@ class ReadTerms(NamedTuple):
     rank: int = 0
     consistent: bool = False
     cut_id: CutId | None = None
+    blocks: Container[int] = EVERY_BLOCK
+    """The reader takes over only these; ranges without any are not asked."""
 
 
 class Reads:
@@ -123,22 +126,29 @@ class Reads:
         self._current = 0
         self._held: dict[TableId, HeldValues] = defaultdict(HeldValues)
         self._memory: dict[tuple[TableId, int], tuple[list[Grad], tuple[float, ...]]] = {}
+        self._asked: set[RangeId] = set()
+        self.taken: Container[int] = EVERY_BLOCK
 
     def begin(self, table: Table, terms: ReadTerms) -> None:
         """Ask every range; answers to an earlier question no longer count."""
         self._current += 1
+        self.taken = terms.blocks
         self.answers, self.refusals = {}, []
+        self._asked = {
+            range_id
+            for range_id, blocks in table.blocks_by_range(self.layout.range_count).items()
+            if any(block in terms.blocks for block in blocks)
+        }
         self._ask(self._current, table, terms)
 
-    def is_done(self, table: Table) -> bool:
-        """Whether every range has answered, or one has refused."""
-        ranges = table.blocks_by_range(self.layout.range_count)
-        return bool(self.refusals) or self.answers.keys() == ranges.keys()
+    def is_done(self) -> bool:
+        """Whether every range that was asked has answered, or one has refused."""
+        return bool(self.refusals) or self.answers.keys() == self._asked
 
     def _ask(self, question: int, table: Table, terms: ReadTerms) -> None:
-        if question != self._current or self.is_done(table):
+        if question != self._current or self.is_done():
             return
-        for range_id in table.blocks_by_range(self.layout.range_count):
+        for range_id in sorted(self._asked):
             if range_id not in self.answers and not self.is_down:
                 self._ask_range(question, table, range_id, terms)
         self.world.after(RESEND_S, lambda: self._ask(question, table, terms))
@@ -227,8 +237,8 @@ class SimWorker:
         self.rank, self.incarnation = rank, incarnation
         self.origin = int(incarnation)
         self.is_late_joiner = False
-        self.bad_share = 0.02
-        """Of its blocks that are not finite."""
+        self.bad_share = 0.0 if layout.settings.groups.leaders else 0.02
+        """Of its blocks that are not finite: groups skip such steps."""
         self.joined_after: Callable[[], dict[TableId, int]] = dict
         """After which clock it has joined each table, as far as the view says."""
         self.between: Callable[[SimWorker, bool], Waits] = _nothing_between

@@ -13,6 +13,8 @@ Oracles:
     SUM    The values of a block are the twin's: divided by the right number of contributors, scaled
            by the right scale, with what a tensor's own optimizer state makes of it; tensors that
            nobody had a gradient for are as they were.
+    VERSION  A block's version counts the updates that are in it: those of which a worker had a
+           push.
 """
 
 from __future__ import annotations
@@ -79,6 +81,9 @@ ROW_ELEMENTS, ROW_COUNT = 5, 3
 ROWS_SHARE = 0.2
 """Of the tables that may be of rows."""
 
+FRAGMENTS_SHARE = 0.5
+"""Of the models that may be trained in fragments."""
+
 _WITH_RATE = (OptimizerKind.SGD, OptimizerKind.ADAM, OptimizerKind.ADAGRAD)
 
 TENSOR_ELEMENTS = 48
@@ -111,10 +116,18 @@ def optimizer_of(draw: random.Random, *, may_sum: bool) -> OptimizerSpec:
     return OptimizerSpec(kind, tuple(given.items()))
 
 
+def is_compensated(spec: TableSpec) -> bool:
+    """Whether its gradients are corrected for their delay."""
+    return spec.consistency.policy is StalePolicy.COMPENSATE
+
+
 def of_rows(spec: TableSpec, draw: random.Random) -> TableSpec:
     """One table of six, or so, as one of rows, with as many partitions as it has blocks."""
-    is_delayed = spec.consistency.policy is StalePolicy.COMPENSATE
-    if is_delayed or spec.optimizer.kind is OptimizerKind.AGGREGATE or draw.random() >= ROWS_SHARE:
+    if (
+        is_compensated(spec)
+        or spec.optimizer.kind is OptimizerKind.AGGREGATE
+        or draw.random() >= ROWS_SHARE
+    ):
         return spec
     return replace(
         spec,
@@ -144,6 +157,22 @@ def retained(partition_count: int, draw: random.Random) -> RowsSpec:
     )
 
 
+def in_fragments(specs: list[TableSpec], draw: random.Random) -> list[TableSpec]:
+    """Some models take outer steps, of one fragment after the other."""
+    block_count = sum(-(-spec.element_count // spec.block_elements) for spec in specs)
+    may_be = not any(spec.rows is not None or is_compensated(spec) for spec in specs)
+    if not may_be or block_count == 1 or draw.random() >= FRAGMENTS_SHARE:
+        return specs
+    optimizer = OptimizerSpec(
+        OptimizerKind.SGD,
+        (("momentum", 0.5),),
+        nesterov=True,
+        inner_steps=1,
+        fragment_count=draw.randint(2, min(4, block_count)),
+    )
+    return [replace(spec, optimizer=optimizer) for spec in specs]
+
+
 def reduction_of(draw: random.Random) -> Reduction:
     """Mostly the mean."""
     return draw.choice((Reduction.MEAN, Reduction.MEAN, Reduction.MEAN, Reduction.SUM))
@@ -156,7 +185,9 @@ def storage_of(table: Table) -> RowStorage:
 
 def may_clip(table: Table) -> bool:
     """Whether its workers have gradients that the servers could clip."""
-    return table.spec.optimizer.kind not in (OptimizerKind.AGGREGATE, OptimizerKind.ADD)
+    optimizer = table.spec.optimizer
+    is_of_gradients = optimizer.kind not in (OptimizerKind.AGGREGATE, OptimizerKind.ADD)
+    return is_of_gradients and not optimizer.inner_steps
 
 
 def may_be_read_last(table: Table) -> bool:
@@ -401,11 +432,14 @@ class Numbers:
 
 
 class Reading(NamedTuple):
-    """A block, as it was read at a clock: its numbers, and who took part in its updates."""
+    """A block, as it was read at a clock: its numbers, who took part in its updates, and its
+    version, where that was told.
+    """
 
     clock: int
     numbers: tuple[float, ...]
     updates: tuple[Contributors, ...]
+    version: int | None = None
 
 
 @dataclass(slots=True)
@@ -517,6 +551,10 @@ class Twin:
         is_sum = table.spec.optimizer.kind is OptimizerKind.AGGREGATE
         if is_sum and (not found or found[-1].clock < read.clock):  # nobody had anything for it
             expected = [0.0] * len(expected)
+        if not is_sum:
+            version = len(self._states[table.table_id, block].updates)
+            words = f"block {block} of table {table.table_id} has version {read.version}"
+            assert read.version in (None, version), f"VERSION: {words}; expected {version}"
         self._check_same_bits(table, block, list(found), read)
         near, updates = EXACT, len(read.updates)
         if (rounding := ROUNDED.get(storage_of(table))) is not None:
@@ -709,6 +747,8 @@ def _step(
                     if state.steps[at]:  # the first gradient is the buffer
                         moved += numbers["momentum"] * state.first[at]
                     state.first[at], state.steps[at] = moved, 1
+                    if table.spec.optimizer.nesterov:
+                        moved = value + numbers["momentum"] * moved
                 values[at] -= numbers["lr"] * moved
             case OptimizerKind.ADAGRAD:
                 state.second[at] += value * value

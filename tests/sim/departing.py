@@ -141,6 +141,8 @@ class Departing(FailoverSimulation):
         told: who was, and what became of it.
     """
 
+    may_group = False
+
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self.told: dict[NodeId, Departure] = {}
         self._told_s: dict[NodeId, float] = {}

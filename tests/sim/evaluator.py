@@ -55,7 +55,7 @@ class Evaluator:
 
     def _read_ahead(self, table: Table) -> Waits:
         self.reads.begin(table, ReadTerms(self._clock, None, consistent=True))
-        yield lambda: self.reads.is_done(table)
+        yield lambda: self.reads.is_done()
         if not self.reads.refusals:
             self.world.counts["consistent reads"] += 1
             assert self.layout.settings.at(table, self._clock).mode is Mode.BSP
@@ -83,7 +83,7 @@ class Evaluator:
             return
         clock = max(clocks.values())
         self.reads.begin(table, ReadTerms(clock, None, consistent=True, cut_id=cut_id))
-        yield lambda: self.reads.is_done(table)
+        yield lambda: self.reads.is_done()
         if self.reads.refusals:
             self._check_refused(self.reads.refusals[0])
             return

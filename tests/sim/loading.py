@@ -41,7 +41,7 @@ from tests.sim.actors import SimWorker, Waits
 from tests.sim.edits import Edit, arrays_of
 from tests.sim.grads import FIRST, LAID_VALUES, SECOND, STEP, VALUES, Grad
 from tests.sim.replicated import LEASE_S
-from tests.sim.training import begin_where_the_others_are, read_and_check, terms_of
+from tests.sim.training import begin_where_the_others_are, fragment_of, read_and_check, terms_of
 from tests.sim.truth import Body, Truth
 
 Ended = Generator[Callable[[], bool], None, bool]
@@ -246,7 +246,7 @@ def _step(worker: SimWorker, terms: Terms, clocks: dict[TableId, int]) -> Ended:
     for table in layout.tables:
         table_id, clock = table.table_id, clocks[table.table_id] + 1
         found = []
-        for block in [b for b in range(table.block_count) if draw.random() < 0.8]:
+        for block in [b for b in fragment_of(worker, table, clock) if draw.random() < 0.8]:
             pulled = worker.peer_versions.get((table_id, block))
             grad = Grad(clock, worker.rank, block, 0, pulled, worker.incarnation)
             place = BlockPlace(table_id, table.range_of_block(block, layout.range_count), block)

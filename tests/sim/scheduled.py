@@ -47,12 +47,13 @@ class ScheduledSimulation(Simulation):
     })  # fmt: skip
 
     may_differ = False
+    may_group = False
     has_checkpoints = True
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         super().__init__(seed, narrate=narrate)
         self.checkpointer = self.checkpointer_of(seed)
-        self.layout.settings.may_change = True
+        self.layout.settings.may_change = not self.groups.leaders  # these need BSP
         for session in self.sessions[:-WORKERS]:
             self._beat(session, None)
             self._prepare(session, self.cluster[session.node_id])
@@ -60,7 +61,8 @@ class ScheduledSimulation(Simulation):
             self._beat(session, worker)
         self._look()
         self.change_every_s = self.world.draw.choice((0.5, 3.0, 20.0))
-        self.world.after(self.world.draw.random(), self._change)
+        if self.layout.settings.may_change:
+            self.world.after(self.world.draw.random(), self._change)
 
     def checkpointer_of(self, seed: int) -> Checkpointer:
         """Who makes checkpoints."""

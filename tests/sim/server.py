@@ -362,7 +362,8 @@ class SimServer:
             grads = [grad for grad in grads if grad.clock <= clock]
         read = self.held((effect.table_id, effect.range_id)).read
         numbers = read(table, effect.range_id, block, clock)
-        return grads, Reading(clock, numbers, tuple(self.updates[at]))
+        updates = tuple(self.updates[at])
+        return grads, Reading(clock, numbers, updates, effect.versions[block])
 
     def newest(self, key: tuple[TableId, RangeId], block: int) -> Reading:
         """A block, as it is now."""

@@ -24,6 +24,7 @@ PATIENCE_S = 60.0
 class DisagreeingSimulation(Simulation):
     """One seed in which one worker has another rate at one clock of one table."""
 
+    may_group = False
     often: ClassVar[frozenset[str]] = frozenset({
         "disagreed under bsp", "refused under bsp", "disagreed with its own eager step",
         "refused beside its eager step",

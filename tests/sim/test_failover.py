@@ -58,6 +58,7 @@ class FailoverSimulation(ScheduledSimulation):
         "sent again when late", "snapshots before their view",
     })  # fmt: skip
     medians: ClassVar[dict[str, int]] = {"messages": 2_000, "failovers": 1, "joined ranges": 1}
+    may_group = True
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self.servers: dict[NodeId, ReplicatedServer] = {}
@@ -79,7 +80,7 @@ class FailoverSimulation(ScheduledSimulation):
         self.world.counts["fault: drift"] += plan.drift > 0
         if not plan.resets:
             self.world.faults = replace(self.world.faults, reset_every_s=1e9)
-        return plan
+        return replace(plan, worker_deaths=0) if self.groups.leaders else plan
 
     def calamities_of(self, plan: Plan) -> Calamities:
         """What befalls it, as planned."""

@@ -58,6 +58,7 @@ class LateTableSimulation(FailoverSimulation):
     before it.
     """
 
+    may_group = False
     often: ClassVar[frozenset[str]] = FailoverSimulation.often - {
         "checkpoints",
         "checkpoints that failed",

@@ -74,6 +74,7 @@ class ReplacementSimulation(FailoverSimulation):
     """One seed in which up to three workers die, one after the other, and are replaced."""
 
     may_sum = False
+    may_group = False
     often: ClassVar[frozenset[str]] = frozenset({
         "fault: killed", "fault: worker killed", "failovers", "ranges taken over", "snapshots",
         "gone", "replacements", "joined", "slow worker", "came back", "fenced", "left",

@@ -601,7 +601,9 @@ class RestoredSimulation(RestoreSimulation):
             spec = table.spec
             if draw.random() < 0.2:
                 setting = drawn_consistency(draw)
-                has_delay = spec.optimizer.kind is not OptimizerKind.ADD and spec.rows is None
+                optimizer = spec.optimizer
+                is_of_gradients = optimizer.kind is not OptimizerKind.ADD
+                has_delay = is_of_gradients and not optimizer.inner_steps and spec.rows is None
                 if has_delay or setting.policy is not StalePolicy.COMPENSATE:
                     spec = replace(spec, consistency=setting).validated()
                     self.world.counts["restored with another consistency"] += 1

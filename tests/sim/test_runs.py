@@ -45,6 +45,7 @@ from scheduler.machine.state import (
     WorkerGone,
 )
 from tests.sim.actors import Layout, Reads, ReadTerms, SimWorker, Waits
+from tests.sim.arithmetic import in_fragments
 from tests.sim.calamities import Plan
 from tests.sim.evaluator import Evaluator
 from tests.sim.scheduled import LOOK_S
@@ -278,12 +279,10 @@ class RunSimulation(ReplacementSimulation):
         found: list[TableSpec] = []
         count = self._draw.choice((1, 1, 2))
         while len(found) < count:
-            spec = _spec(
-                self._draw, len(found), self._table_numbers, may_have_rows=True
-            ).validated()
+            spec = _spec(self._draw, len(found), self._table_numbers, may_have_rows=True)
             if spec.consistency.backup_workers < self._sizes[run]:
                 found.append(spec)
-        return found
+        return [spec.validated() for spec in in_fragments(found, self._table_numbers)]
 
     def _has_made(self, session: Session, spec: TableSpec) -> bool:
         """Whether the table is there: with its ranges' first it waits for all servers."""

@@ -27,6 +27,7 @@ from scheduler.machine.cluster import Created
 from scheduler.machine.state import ClusterSettings, Registration
 from tests.sim.actors import Layout, SimWorker, Waits
 from tests.sim.arithmetic import (
+    in_fragments,
     may_be_read_last,
     may_clip,
     of_rows,
@@ -37,6 +38,7 @@ from tests.sim.arithmetic import (
 )
 from tests.sim.edits import Edits
 from tests.sim.evaluator import Evaluator
+from tests.sim.groups import Groups, in_groups
 from tests.sim.server import SimServer
 from tests.sim.training import training
 from tests.sim.truth import Settings, Truth, scale_of, square
@@ -112,12 +114,14 @@ class Simulation:
         medians: of a seed, at least.
         may_sum: whether servers may keep sums only: then no worker comes after the first ones.
         may_differ: whether workers may mean different edits.
+        may_group: whether workers may be in groups: then none of them dies.
         may_have_rows: whether tables may be of rows, which take no initial values and no edits.
     """
 
     max_workers = 0
     may_sum: ClassVar[bool] = True
     may_differ: ClassVar[bool] = True
+    may_group: ClassVar[bool] = True
     may_have_rows: ClassVar[bool] = True
     often: ClassVar[frozenset[str]] = frozenset({
         "lost", "duplicated", "resets", "refused", "given_back", "credit", "withdrawals",
@@ -125,7 +129,7 @@ class Simulation:
         "cuts", "cuts of ssp",
         "rejected", "discarded", "scaled", "early reads", "scaled updates", "scales", "numbers",
         "edits", "edits refused", "edits disputed", "edits of state", "tables of rows",
-        "rows evicted", "gradients of candidates",
+        "rows evicted", "gradients of candidates", "models in fragments", "steps of groups",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({"corrected"})
     many: ClassVar[int] = 200
@@ -133,6 +137,7 @@ class Simulation:
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self.world = self.world_of(seed, narrate=narrate)
+        self.groups = Groups.drawn(seed) if self.may_group else Groups()
         draw, now_s = self.world.draw, self.world.now_s
         scheduler = self.scheduler = self.scheduler_of()
         self.sessions = nodes = self.registered()
@@ -148,6 +153,7 @@ class Simulation:
             len(view.ranges),
             self.truth_settings(view.tables),
         )
+        self.layout.settings.groups = self.groups
         self.layout.settings.edits = Edits(seed, WORKERS, may_differ=self.may_differ)
         clipped = [t for t in view.tables if draw.random() < 0.4]
         self.clip(clipped)
@@ -180,12 +186,14 @@ class Simulation:
     def specs(self, seed: int) -> list[TableSpec]:
         """The tables."""
         draw, numbers = self.world.draw, random.Random(f"numbers of {seed}")
-        return [
-            _spec(
-                draw, index, numbers, may_sum=self.may_sum, may_have_rows=self.may_have_rows
-            ).validated()
+        may_have_rows = self.may_have_rows and not self.groups.leaders
+        found = [
+            _spec(draw, index, numbers, may_sum=self.may_sum, may_have_rows=may_have_rows)
             for index in range(draw.choice((1, 2, 3)))
         ]
+        if self.groups.leaders:
+            return [in_groups(spec).validated() for spec in found]
+        return [spec.validated() for spec in in_fragments(found, numbers)]
 
     def truth_settings(self, tables: Iterable[Table]) -> Settings:
         """Which consistency the clocks of the tables have."""
@@ -223,7 +231,8 @@ class Simulation:
 
     def program(self, worker: SimWorker) -> Waits:
         """What a worker does."""
-        yield from training(worker, self.truth, self.step_count())
+        steps = self.step_count()
+        yield from training(worker, self.truth, self.groups.step_count or steps)
 
     def run(self) -> Counter[str]:
         """Train, check, and return what happened."""
@@ -267,6 +276,9 @@ class Simulation:
                     self.truth.twin.check(table, block, found, read)
         twin = self.truth.twin
         self.world.counts["numbers"] += twin.count
+        self.world.counts["models in fragments"] += any(
+            table.spec.optimizer.fragment_count for table in self.layout.tables
+        )
         self.world.counts["rows evicted"] += twin.evicted_count
         self.world.counts["gradients of candidates"] += twin.candidate_count
         for server in self.cluster.values():

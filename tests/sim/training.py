@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Generator, Mapping
 
 from ps_core.consistency import Mode
 from ps_core.errors import EditRefused, Fenced, InvalidConfig, InvalidTensor
@@ -10,11 +10,20 @@ from ps_core.keys import TableId
 from ps_core.tables.table import Table
 from ps_worker.steps.steps import passed, skipped_clocks
 from ps_worker.window.push_window import BlockPlace, StepEnded, StepTerms
-from tests.sim.actors import ReadTerms, SimWorker, Waits
+from tests.sim.actors import EVERY_BLOCK, ReadTerms, SimWorker, Waits
 from tests.sim.arithmetic import numbers_of
 from tests.sim.edits import Edit
 from tests.sim.grads import VALUES, Grad
 from tests.sim.truth import CLIP_SCALE, Body, TrainingEnded, Truth
+
+FROM_THE_LEADER = 0.9
+"""Of a follower's values; it reads the others itself."""
+
+WEIGHTS = (1.0, 0.5, 1.0, 1.75, 1.0, 3.0, 0.25)
+"""Of steps, one worker's after the other's: for AMP, and by batches of other sizes."""
+
+WHOLE_EVERY = 5
+"""Each so many-th clock of a model in fragments is a `synchronize`."""
 
 _ALONE = 4
 """So much likelier is a block bad that is its step's only one, and brings the seal with it."""
@@ -27,7 +36,8 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
         yield from begin_where_the_others_are(worker, truth, clocks)
     else:
         yield from begin_anew(worker, truth, clocks)
-    leaves_by_its_step = worker.world.draw.random() < 0.3  # else by one of its own
+    may_leave_by_it = not worker.layout.settings.groups.leaders
+    leaves_by_its_step = worker.world.draw.random() < 0.3 and may_leave_by_it  # else by another
     stays = [] if leaves_by_its_step else list(worker.layout.tables)
     for number in range(steps):
         newest: dict[TableId, int] = {}
@@ -37,16 +47,16 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
             if number == steps - 1 and leaves_by_its_step and edit is None:
                 yield from _step(worker, truth, table, clock, last=True)
                 continue
+            blocks: Container[int] = EVERY_BLOCK
             if edit is None or not edit.is_of(worker.rank):
+                blocks = fragment_of(worker, table, clock)
                 yield from _step(worker, truth, table, clock)
             else:
                 yield from _edit(worker, truth, edit)
             if number == steps - 1 and leaves_by_its_step:
                 stays.append(table)
-            yield from read_and_check(worker, truth, table, clock)
-            answers = worker.reads.answers.values()  # with backup workers, others go on without it
+            newest[table.table_id] = yield from _pull(worker, truth, table, clock, blocks)
             clocks[table.table_id] = clock
-            newest[table.table_id] = max(clock, min(answer.clock for answer in answers))
         if number < steps - 1 or not leaves_by_its_step:
             _leave_out(worker, truth, clocks, newest)
         yield from worker.between(worker, number < steps - 1)
@@ -72,6 +82,22 @@ def begin_anew(
         clocks[table.table_id] = first or 0
         if reads:
             yield from read_and_check(worker, truth, table, first or 0)
+
+
+def _pull(
+    worker: SimWorker, truth: Truth, table: Table, clock: int, blocks: Container[int]
+) -> Generator[Callable[[], bool], None, int]:
+    """It has the values of its step, or its leader has: the clock of what was read."""
+    groups, rank, table_id = worker.layout.settings.groups, worker.rank, table.table_id
+    if groups.is_followed(rank) and worker.world.draw.random() < FROM_THE_LEADER:
+        yield lambda: groups.pulled[table_id, groups.leaders[rank]] >= clock
+        return clock
+    yield from read_and_check(worker, truth, table, clock, blocks)
+    groups.pulled[table_id, rank] = clock
+    if not all(block in blocks for block in range(table.block_count)):
+        return clock
+    answers = worker.reads.answers.values()  # with backup workers, others go on without it
+    return max(clock, min(answer.clock for answer in answers))
 
 
 def _leave_out(
@@ -177,8 +203,7 @@ def _step(
     draw, layout = worker.world.draw, worker.layout
     edit = layout.settings.edits.at(table, clock)
     disputed = edit is not None and layout.settings.is_shared(table, clock)
-    blocks = [b for b in range(table.block_count) if clock == 0 or draw.random() < 0.8]
-    draw.shuffle(blocks)
+    blocks = _blocks_of(worker, table, clock)
     may_be_eager = table.spec.mode is not Mode.BSP or layout.settings.may_change
     clips = table.table_id in layout.settings.clipped and clock > 0
     likely = 1.0 if (table.table_id, clock) in worker.rates else 0.3
@@ -208,7 +233,7 @@ def _step(
         )
         if draw.random() < 0.2:
             yield worker.pause()
-    skip = bool(clock) and not eager and draw.random() < 0.1 and not disputed
+    skip = bool(clock) and not eager and _skips(worker, table, clock) and not disputed
     is_out = skip or disputed or any(body.problem for body in final.values())
     for block, body in final.items():
         if not is_out:
@@ -228,10 +253,11 @@ def _step(
     if last:
         truth.left.add((table.table_id, worker.incarnation))
         worker.world.counts["left by a step"] += 1
-    if clock and not last and draw.random() < 0.3:  # before its step has ended: it waits for that
+    may_read = clock and not last and not layout.settings.groups.is_followed(worker.rank)
+    if may_read and draw.random() < 0.3:  # before its step has ended: it waits for that
         worker.world.counts["early reads"] += 1
         worker.read_early = True
-        yield from _read(worker, table, clock)
+        yield from _read(worker, table, clock, fragment_of(worker, table, clock))
     yield lambda: (table.table_id, clock) in worker.ended
     ended = worker.ended[table.table_id, clock]
     assert ended.applied == (not is_out), (ended, is_out)
@@ -241,6 +267,26 @@ def _step(
         mode = layout.settings.at(table, clock).mode.value
         worker.world.counts[f"newcomers' {'clipped ' * clips}steps under {mode}"] += not is_out
     _note_lost(worker, truth, ended)
+
+
+def _blocks_of(worker: SimWorker, table: Table, clock: int) -> list[int]:
+    """The blocks that a worker has gradients of, as it pushes them: a follower has none."""
+    draw, groups = worker.world.draw, worker.layout.settings.groups
+    if clock and groups.is_followed(worker.rank):
+        return []
+    blocks = fragment_of(worker, table, clock)
+    found = [block for block in blocks if clock == 0 or draw.random() < 0.8]
+    draw.shuffle(found)
+    return found
+
+
+def _skips(worker: SimWorker, table: Table, clock: int) -> bool:
+    """Whether a worker skips a step: a group does as one."""
+    groups = worker.layout.settings.groups
+    if groups.leaders:
+        worker.world.counts["steps of groups"] += groups.size(worker.rank) > 1
+        return groups.skip(table, clock, worker.rank)
+    return worker.world.draw.random() < 0.1
 
 
 def _note_lost(worker: SimWorker, truth: Truth, ended: StepEnded) -> None:
@@ -256,7 +302,9 @@ def terms_of(
 ) -> StepTerms:
     """What a worker says of its step; what it said is written down."""
     settings, key = worker.layout.settings, (table.table_id, worker.incarnation, clock)
-    scale = 0.5 if clock and not eager and clock % 4 == worker.rank % 4 else 1.0
+    scale = WEIGHTS[(clock + 3 * worker.rank) % len(WEIGHTS)] if clock and not eager else 1.0
+    if settings.groups.leaders:
+        scale = float(settings.groups.size(worker.rank))
     clips = table.table_id in settings.clipped and clock > 0
     numbers = worker.rates.get((table.table_id, clock), numbers_of(table, clock))
     settings.amp[key] = scale
@@ -267,11 +315,27 @@ def terms_of(
     return StepTerms(numbers, scale, skip, last, CLIP_SCALE if clips else None)
 
 
-def read_and_check(worker: SimWorker, truth: Truth, table: Table, clock: int) -> Waits:
+def fragment_of(worker: SimWorker, table: Table, clock: int) -> range:
+    """As `OuterSteps.choose`: the blocks that the step of that clock exchanges."""
+    count = table.spec.optimizer.fragment_count
+    if not count or clock % WHOLE_EVERY == 0:
+        return range(table.block_count)
+    tables = worker.layout.tables
+    first = sum(each.block_count for each in tables[: tables.index(table)])
+    return range((clock - 1 - first) % count, table.block_count, count)
+
+
+def read_and_check(
+    worker: SimWorker,
+    truth: Truth,
+    table: Table,
+    clock: int,
+    blocks: Container[int] = EVERY_BLOCK,
+) -> Waits:
     if worker.read_early:
         worker.read_early = False
     else:
-        yield from _read(worker, table, clock)
+        yield from _read(worker, table, clock, blocks)
     _check(worker, truth, table, clock)
 
 
@@ -290,13 +354,17 @@ def _check(worker: SimWorker, truth: Truth, table: Table, clock: int) -> None:
         for block, found in answer.blocks.items():
             _check_block(worker, truth, table, clock, (block, found))
             truth.twin.check(table, block, found, answer.readings[block])
-            worker.peer_versions[table.table_id, block] = answer.peer_versions[block]
+            if block in worker.reads.taken:
+                worker.peer_versions[table.table_id, block] = answer.peer_versions[block]
 
 
-def _read(worker: SimWorker, table: Table, clock: int) -> Waits:
+def _read(
+    worker: SimWorker, table: Table, clock: int, blocks: Container[int] = EVERY_BLOCK
+) -> Waits:
     while True:
-        worker.reads.begin(table, ReadTerms(clock, worker.incarnation, worker.rank))
-        yield lambda: worker.reads.is_done(table)
+        terms = ReadTerms(clock, worker.incarnation, worker.rank, blocks=blocks)
+        worker.reads.begin(table, terms)
+        yield worker.reads.is_done
         if not worker.reads.refusals:
             break
         if any(isinstance(error, InvalidConfig) for error in worker.reads.refusals):

@@ -16,6 +16,7 @@ from ps_core.tables.table import Table
 from tests.sim.arithmetic import Twin
 from tests.sim.edits import Edit, Edits
 from tests.sim.grads import Grad
+from tests.sim.groups import Groups
 
 
 class TrainingEnded(Exception):
@@ -66,6 +67,7 @@ class Settings:
         self.skipped: set[tuple[TableId, int, Incarnation]] = set()
         """Steps (table, clock, worker) that no range may count."""
         self.edits = Edits(1, 0, may_differ=False)  # none
+        self.groups = Groups()  # none
         self.of_one: set[TableId] = set()
         """Tables of runs that have one worker."""
         self.stepped: dict[TableId, int] = defaultdict(int)

@@ -207,14 +207,15 @@ class Replacing(Changing):
     def die(self, rank: int) -> None:
         self._note(self.machine.ended(_dead(rank), self.now_s))
 
-    def join(self, rank: int) -> int:
-        """The clock after which the new worker is there."""
-        proposed = TableChange(9, 0, self.table.consistency, Join(rank, Incarnation(2000 + rank)))
+    def join(self, rank: int, after_clock: int = 0) -> int:
+        """The clock after which the new worker is there: where others are, or later."""
+        incarnation = Incarnation(2000 + rank)
+        proposed = TableChange(9, after_clock, self.table.consistency, Join(rank, incarnation))
         self.table = replace(self.table, proposed=proposed)
         self.observe(self.table)
         held = self.machine.state.schedule.hold_point
         assert held is not None
-        join = Join(rank, Incarnation(2000 + rank), held)
+        join = Join(rank, incarnation, held)
         self.table = replace(self.table, proposed=None, joins=(join,))
         self.observe(self.table)
         return held
@@ -291,6 +292,18 @@ def test_a_clock_before_a_successor_that_all_others_have_left_is_passed() -> Non
     assert bench.join(0) == 2
     bench.successor_steps(0, 3)
     assert applied(bench.effects)[1:] == [(3, [(2000, 1)])]
+
+
+def test_a_bsp_clock_that_nobody_is_in_is_passed_between_two_asynchronous_ones() -> None:
+    bench = _replacing("asp")
+    _step(bench, 0, 1)
+    assert bench.change("bsp") == 1
+    assert bench.change("asp", after_clock=2) == 2
+    bench.die(0)
+    assert bench.join(0, after_clock=2) == 2
+    bench.die(1)
+    bench.successor_steps(0, 3)
+    assert applied(bench.effects) == [(1, [(0, 1)]), (3, [(2000, 1)])]
 
 
 def test_a_join_starts_no_setting_that_is_to_come() -> None:
