@@ -542,7 +542,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             InvalidConfig: the setting is wrong, or this model does not support it:
-                `buffers="mean"` and `Aggregate` need BSP.
+                `buffers="mean"` and `Aggregate` need BSP, fragments of `Outer` no backup workers.
             WaitExpired: a server did not prepare in time; call again to change the other tables.
         """
         return self._model.set_consistency(consistency_of(consistency), after_clock, timeout_s)

@@ -63,7 +63,10 @@ def inner_optimizer(
 def check_fragments(
     outer: Outer | None, groups: Sequence[Mapping[str, Any]], options: TrainingOptions
 ) -> None:
-    """Refuse more fragments than the model has blocks, before its tables are made."""
+    """Refuse more fragments than the model has blocks, before its tables are made; and as
+    `check_waits_for_all`.
+    """
+    check_waits_for_all(outer, options)
     if outer is None or outer.fragments == 1:
         return
     size = options.block_elements or limits.DEFAULT_BLOCK_ELEMENTS
@@ -73,6 +76,17 @@ def check_fragments(
         raise InvalidConfig(
             f"Outer: fragments is {outer.fragments}, and '{options.name}' has {count} blocks of up "
             f"to {size:,} elements; expected at most as many fragments, or smaller block_elements"
+        )
+
+
+def check_waits_for_all(outer: Outer | None, options: TrainingOptions) -> None:
+    """Refuse fragments with backup workers: a worker that was left out learns by pulls of whole
+    tables how far the others are.
+    """
+    if outer is not None and outer.fragments > 1 and options.consistency.backup_workers:
+        raise InvalidConfig(
+            f"Outer: fragments is {outer.fragments} with {options.consistency} for "
+            f"'{options.name}'; expected no fragments with backup workers"
         )
 
 

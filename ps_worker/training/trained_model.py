@@ -39,7 +39,7 @@ from ps_worker.training.clipping import UpdateScaling, scaled_step, scaled_updat
 from ps_worker.training.common_model import CommonModel
 from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.joining import ModelJoin, clocks_to_pass
-from ps_worker.training.local_optimizer import OuterSteps, StateBefore
+from ps_worker.training.local_optimizer import OuterSteps, StateBefore, check_waits_for_all
 from ps_worker.training.model_pull import birth_clock
 from ps_worker.training.module_buffers import BufferTable
 from ps_worker.training.planned_edits import (
@@ -206,6 +206,7 @@ class TrainedModel:
     ) -> int:
         self.check_rows_fit(wanted)
         options = replace(self.options, consistency=wanted)
+        check_waits_for_all(self.outer, options)
         settings = [(table.handle, wanted) for table in self.tables]
         settings += [(buffers.handle, wanted.without_policy()) for buffers in self.buffers]
         change = partial(self._client.set_consistency, after_clock=after_clock, timeout_s=timeout_s)

@@ -239,13 +239,26 @@ def test_every_move_is_in_the_end(workers: list[ps.Client], consistency: str, st
         assert weight.eq(-steps * (1.0 if consistency == "bsp" else WORKERS)).all()
 
 
-@pytest.mark.parametrize("elastic", [1.0, 0.5])
-@pytest.mark.parametrize("consistency", ["asp:reject=0", "bsp:backup=1"])
+@pytest.mark.parametrize(
+    ("consistency", "parts", "steps", "kept"),
+    [
+        ("asp:reject=0", {"inner_steps": 4, "fragments": 2}, 2, (-4.0, -2.0)),
+        ("asp:reject=0", {"inner_steps": 4, "fragments": 2, "elastic": 0.5}, 2, (-2.0, -2.0)),
+        ("bsp:backup=1", {"inner_steps": 2, "overlap": 1}, 3, (-5.0, -5.0)),
+        ("bsp:backup=1", {"inner_steps": 2, "elastic": 0.5}, 2, (-2.0, -2.0)),
+    ],
+)
 def test_what_came_too_late_stays_at_its_worker(
-    workers: list[ps.Client], consistency: str, elastic: float
+    workers: list[ps.Client],
+    consistency: str,
+    parts: dict[str, Any],
+    steps: int,
+    kept: tuple[float, float],
 ) -> None:
-    """One worker's first outer step comes too late: with `elastic` it keeps its values there."""
-    outer = ps.Outer(SGD, 4, lr=elastic, momentum=0.0, nesterov=False, fragments=2, elastic=elastic)
+    """One worker's first outer step comes too late: with `elastic` it keeps its values there, else
+    it stays moved.
+    """
+    outer = ps.Outer(SGD, lr=parts.get("elastic", 1.0), momentum=0.0, nesterov=False, **parts)
     name = new_name()
     options: Any = {"name": name, "consistency": consistency, "block_elements": 64}
     models = [nn.Linear(128, 1, bias=False) for _ in workers]
@@ -254,19 +267,15 @@ def test_what_came_too_late_stays_at_its_worker(
     optimizers = together(
         workers, lambda c: ps.DistributedOptimizer(c, models[c.rank], outer, **options)
     )
-
-    def step(rank: int) -> None:
-        optimizers[rank].zero_grad()
-        models[rank].weight.sum().backward()
-        optimizers[rank].step()
-
-    for rank in (0, 0, 1, 1):  # the second worker pulled before the first pushed
-        step(rank)
+    for rank in (0, 1):  # the second worker pulled before the first pushed
+        for _ in range(steps):
+            optimizers[rank].zero_grad()
+            models[rank].weight.sum().backward()
+            optimizers[rank].step()
     (late,) = optimizers[1].results
     assert late.rejected == (0,) or late.discarded
-    kept = -4.0 if elastic == 1.0 else -2.0
-    assert models[1].weight[0, :64].eq(kept).all()
-    assert models[1].weight[0, 64:].eq(-2.0).all()
+    assert models[1].weight[0, :64].eq(kept[0]).all()
+    assert models[1].weight[0, 64:].eq(kept[1]).all()
 
 
 # --- faults and checkpoints
@@ -470,3 +479,12 @@ def test_a_wait_that_expires_is_taken_up_again() -> None:
         optimizers[1].step()
         together([first, second], lambda client: optimizers[client.rank].synchronize())
         assert all(model.weight.eq(-3.0).all() for model in models)
+
+
+def test_fragments_with_backup_workers_are_refused(workers: list[ps.Client]) -> None:
+    """A worker that is left out would not learn how far the others are."""
+    with pytest.raises(ps.InvalidConfig, match="fragments is 3 with bsp:backup=1"):
+        Trainer(workers[0], new_name(), STREAMED, consistency="bsp:backup=1")
+    trainer = Trainer(workers[0], new_name(), STREAMED)
+    with pytest.raises(ps.InvalidConfig, match="expected no fragments with backup workers"):
+        trainer.optimizer.set_consistency("bsp:backup=1")
