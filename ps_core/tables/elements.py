@@ -43,7 +43,7 @@ class Codec(Enum):
     @property
     def feature(self) -> str:
         """The word by which a server says that it has this codec; empty: every server does."""
-        return "" if self.is_raw else f"codec-{self.value}"
+        return "" if self.is_raw else f"codec-{self.value.replace('_', '-')}"
 
     @property
     def is_for_pushes_alone(self) -> bool:

@@ -279,7 +279,7 @@ def test_a_codec_that_a_server_does_not_name_is_refused_or_left_out() -> None:
         assert (met.codecs.push, met.codecs.pull) == (PushCodec.parsed("int8"), Codec.INT8)
         links = client.engine.pulls.links_of(met.table)
         for link in links:
-            assert {"codec-int8", "codec-sign", "codec-low_rank"} <= link.features
+            assert {"codec-int8", "codec-sign", "codec-low-rank"} <= link.features
         links[0].features -= {"codec-int8"}
         older = links[0].node.node_id
         with pytest.raises(ps.InvalidConfig, match=f"'table' is int8, which server {older} does"):
