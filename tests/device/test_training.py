@@ -48,7 +48,10 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize(
     ("width", "heights", "block_elements"),
-    [(12, (3, 20, 70), 64), (1024, (2048, 2048), 0)],
+    [
+        (12, (3, 20, 70), 64),
+        pytest.param(1024, (2048, 2048), 0, marks=pytest.mark.thorough),
+    ],
     ids=["small", "16 MB"],
 )
 def test_sgd_gives_the_bits_that_it_gives_on_the_cpu(

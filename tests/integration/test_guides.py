@@ -63,6 +63,7 @@ def test_the_script_for_gpus_trains_on_the_cpu(tmp_path: Path) -> None:
     assert float(loss[1]) < 0.5
 
 
+@pytest.mark.thorough
 def test_the_script_for_codecs_learns_with_fewer_bytes(tmp_path: Path) -> None:
     page = PageFolder("guides/COMPRESSION.md", tmp_path)
     page.save("train.py", "experts.py")

@@ -307,7 +307,7 @@ def test_a_server_killed_while_an_outer_step_is_on_its_way_changes_no_bit() -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("outer", [OVERLAPPED, ALL])
+@pytest.mark.parametrize("outer", [pytest.param(OVERLAPPED, marks=pytest.mark.thorough), ALL])
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, outer: ps.Outer) -> None:
     """From the middle of an outer step that is on its way, and from after its merge."""
 

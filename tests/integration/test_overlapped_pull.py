@@ -211,7 +211,13 @@ def test_with_other_options(
         assert differing(each, found[-1]) == []
 
 
-@pytest.mark.parametrize("consistency", ["ssp:2", "asp", "asp:reject=0"])
+@pytest.mark.parametrize(
+    "consistency",
+    [
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in ("ssp:2", "asp")),
+        "asp:reject=0",
+    ],
+)
 def test_settings_in_which_nobody_waits_learn(clients: list[ps.Client], consistency: str) -> None:
     def loss(client: ps.Client) -> tuple[float, float]:
         model = made(Plain)
