@@ -38,7 +38,7 @@ def test_fewer_bytes_take_less_time_over_a_link(tmp_path: Path) -> None:
         (half, 0.5, 1.4),
         (quarter, 0.254, 1.9),
         (signs, 0.268, 1.9),
-        (few, 0.26, 1.9),
+        (few, 0.26, 1.4),
         (factors, 0.26, 1.4),
     ):
         assert abs(row["bytes_over_none"] - bytes_over) < 0.03
