@@ -60,7 +60,6 @@ def worker(
                 pull_codec=pull_codec_of(codec),
             )
             rounds[codec] = partial(_counted, Moves(client, table, buffers).round, device)
-            rounds[codec]()  # not measured: both ends load compiled loops
         for overlaps in (False, True):
             training = _Training(client, int(size), float(compute_s), overlaps=overlaps)
             rounds[OVERLAPS if overlaps else WAITS] = training.step_s
