@@ -52,14 +52,13 @@ test: $(READY) ## Run the quick tests, which need pip packages only, on up to fo
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not thorough' $(FAST_TESTS)
 
 thorough: $(READY) ## Run the tests that take longest, which `make check` leaves out, on up to four cores
-	$(BIN)/python -m pytest $(PARALLEL) -m thorough $(FAST_TESTS)
+	$(BIN)/python -m pytest $(PARALLEL) -m thorough $(FAST_TESTS) tests/system
 
-check: lint ## All that CI runs: lint, the tests but for the longest, the simulator's seeds, demo, system tests
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not thorough' $(filter-out tests/sim,$(FAST_TESTS)) tests/sim/test_mutants.py
+# System tests come first: one builds an image for minutes, and mostly waits for the network.
+check: lint system-deps ## All that CI runs: lint, all tests but the longest, the simulator's seeds, the demo
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not thorough' tests/system $(filter-out tests/sim,$(FAST_TESTS)) tests/sim/test_mutants.py
 	$(MAKE) sim SEEDS=20
 	$(MAKE) demo
-	$(MAKE) system-deps
-	$(MAKE) test-system
 
 protos: $(READY) ## Generate the stubs from protos/ again
 	cd protos && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --pyi_out=. pushpull/v1/*.proto

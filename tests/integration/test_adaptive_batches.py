@@ -66,6 +66,7 @@ class Recorder:
         self.means.append(float(self.weight.detach()[0]) - before)
 
 
+@pytest.mark.thorough
 def test_the_slow_worker_gets_fewer_samples_and_the_mean_is_that_of_all() -> None:
     """A step takes a worker six times as long as others, however few samples it has."""
 

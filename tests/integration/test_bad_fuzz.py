@@ -19,7 +19,7 @@ from pushpull.v1 import parameters_pb2
 from pushpull.v1 import types_pb2 as types
 from tests.integration.raw_wire import BLOCK, DEADLINE_S, RawTable, RawWorker, Wire, payload
 
-ROUNDS = 40
+ROUNDS = 15
 PARAMETERS = "/pushpull.v1.ParameterService/"
 BY_GRPC = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 """What the client's own deadline, or its end of the stream, looks like."""

@@ -40,7 +40,7 @@ def trained_models(root: Path, recipe: Recipe, workers: int = 2) -> list[Any]:
     "options",
     [
         {},
-        pytest.param({"push_codec": "int8", "pull_codec": "bf16"}, marks=pytest.mark.slow),
+        pytest.param({"push_codec": "int8", "pull_codec": "bf16"}, marks=pytest.mark.thorough),
         pytest.param(
             {"push_codec": "topk:0.1:6", "pull_codec": "bf16"}, marks=pytest.mark.thorough
         ),

@@ -92,6 +92,7 @@ def test_the_stubs_of_the_contract_bring_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_bash_completes_commands_and_options_once_it_is_installed(tmp_path: Path) -> None:
     command = tmp_path / "pushpull"
     command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m pushpull "$@"\n')

@@ -133,6 +133,7 @@ def test_a_script_is_compared_under_its_modes_with_a_straggler(tmp_path: Path) -
     assert [row[0] for row in rows[:3]] == ["mode", "bsp", "asp:divide"]
 
 
+@pytest.mark.thorough
 def test_codecs_and_outer_steps_are_compared_with_the_bytes_that_they_take(tmp_path: Path) -> None:
     script = tmp_path / "wide.py"
     script.write_text(WIDE)

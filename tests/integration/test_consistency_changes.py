@@ -205,6 +205,7 @@ def test_all_may_ask_and_say_from_when(team: Team) -> None:
     assert _value(team.workers[1].pull(tables[1])) == 4 * WORKERS + 2
 
 
+@pytest.mark.thorough
 def test_changes_without_end_lose_nothing(team: Team) -> None:
     """Three workers train as fast as they can while the setting goes round and round."""
     tables = team.tables("bsp")

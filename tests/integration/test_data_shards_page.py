@@ -16,6 +16,7 @@ PAGE = (ROOT / "docs/guides/DATA_SHARDS.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.thorough
 def test_the_pages_script_shares_its_data_out(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     *blocks, adaptive = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

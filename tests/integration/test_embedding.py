@@ -347,7 +347,7 @@ def test_verbs_of_the_other_kind_of_table_are_refused(client: ps.Client) -> None
             wrong()
 
 
-@pytest.mark.parametrize("lane", ["grpc", "shm"])
+@pytest.mark.parametrize("lane", ["grpc", pytest.param("shm", marks=pytest.mark.second_lane)])
 def test_two_workers_are_averaged_and_a_killed_server_loses_nothing(lane: str) -> None:
     """Whole numbers: each sum is exact, whoever applied it."""
     with replicated_cluster(servers=3, workers=2) as cluster, ExitStack() as stack:

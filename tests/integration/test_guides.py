@@ -88,6 +88,7 @@ def test_the_script_for_codecs_learns_with_fewer_bytes(tmp_path: Path) -> None:
     assert page.blocks("text")[2].strip() in page.type(experts).splitlines()
 
 
+@pytest.mark.thorough
 def test_the_script_for_outer_steps_learns_with_fewer_steps_on_the_network(tmp_path: Path) -> None:
     page = PageFolder("guides/DILOCO.md", tmp_path)
     page.save("train.py")
@@ -101,6 +102,7 @@ def test_the_script_for_outer_steps_learns_with_fewer_steps_on_the_network(tmp_p
     assert pushed[1] / pushed[0] == pytest.approx(1 / 20, rel=0.02)
 
 
+@pytest.mark.thorough
 def test_a_plan_is_what_its_page_shows(tmp_path: Path) -> None:
     page = PageFolder("guides/PLANNING.md", tmp_path)
     lines = page.commands()

@@ -46,6 +46,7 @@ def test_ddp_ends_with_the_same_bits(folder: Path) -> None:
     assert not differing(saved(folder, "ddp.pt"), saved(folder, "bsp.pt"))
 
 
+@pytest.mark.thorough
 def test_torch_rpc_ends_with_the_same_parameters_and_buffers_of_its_own(folder: Path) -> None:
     found = differing(saved(folder, "rpc.pt"), saved(folder, "bsp.pt"))
     assert not [name for name in found if "running" not in name]

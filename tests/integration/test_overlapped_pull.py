@@ -156,7 +156,10 @@ def in_both_ways(clients: list[ps.Client], name: str, make: Any, **options: Any)
     ]
 
 
-@pytest.mark.parametrize("make", [Plain, Recurrent, Attending])
+@pytest.mark.parametrize(
+    "make",
+    [Recurrent, *(pytest.param(each, marks=pytest.mark.thorough) for each in (Plain, Attending))],
+)
 def test_all_reads_get_the_bits_that_they_get_without_it(
     clients: list[ps.Client], make: Callable[[], nn.Module]
 ) -> None:
@@ -198,8 +201,11 @@ def test_two_optimizers_of_one_module_await_what_each_trains(clients: list[ps.Cl
     "options",
     [
         {"push_codec": "int8", "pull_codec": "bf16"},
-        {"mode": "eager"},
-        {"optimizer": ps.SGD(lr=0.1, momentum=0.9), "accumulate": 1, "buffers": "mean"},
+        pytest.param({"mode": "eager"}, marks=pytest.mark.thorough),
+        pytest.param(
+            {"optimizer": ps.SGD(lr=0.1, momentum=0.9), "accumulate": 1, "buffers": "mean"},
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=["codecs", "eager", "mean buffers"],
 )
@@ -218,6 +224,7 @@ def test_with_other_options(
         "asp:reject=0",
     ],
 )
+@pytest.mark.thorough
 def test_settings_in_which_nobody_waits_learn(clients: list[ps.Client], consistency: str) -> None:
     def loss(client: ps.Client) -> tuple[float, float]:
         model = made(Plain)

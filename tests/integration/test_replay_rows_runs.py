@@ -132,6 +132,7 @@ def check_export(logs: Path, pattern: str, pulled: Rows, cwd: Path) -> str:
     return ended.stderr
 
 
+@pytest.mark.thorough
 def test_the_newest_timeline_is_replayed(restored: Restored, tmp_path: Path) -> None:
     """It begins with the restored rows."""
     said = check_export(restored.logs, "users", restored.pulled[0], tmp_path)

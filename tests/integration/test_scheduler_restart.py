@@ -60,12 +60,13 @@ def scene() -> Iterator[Scene]:
         yield Scene(cluster, clients)
 
 
-def test_five_kills_of_the_scheduler_under_load_are_no_event(scene: Scene) -> None:
+@pytest.mark.parametrize("kills", [2, pytest.param(5, marks=pytest.mark.thorough)])
+def test_kills_of_the_scheduler_under_load_are_no_event(scene: Scene, kills: int) -> None:
     cluster = scene.cluster
-    tables = scene.tables("loaded")
+    tables = scene.tables(f"loaded {kills}")
     before = cluster.views.newest
     with counted_steps.under_load(COUNTED, tables, DEADLINE_S, DEADLINE_S) as loads:
-        for _ in range(5):
+        for _ in range(kills):
             cluster.kill_scheduler()
             counted_steps.progress(loads, DEADLINE_S, 3)
             cluster.start_scheduler_again()
@@ -79,7 +80,7 @@ def test_five_kills_of_the_scheduler_under_load_are_no_event(scene: Scene) -> No
     for server in cluster.servers:
         assert not cluster.lines(server.process, "event=(fenced|registering_again)")
         assert len(cluster.lines(server.process, "event=registered")) == 1
-    assert scene.tables("made afterwards")
+    assert scene.tables(f"made after {kills}")
 
 
 def test_nobody_gets_the_port_of_a_killed_scheduler_before_it_is_back(scene: Scene) -> None:

@@ -222,6 +222,7 @@ def bsp_table(client: ps.Client, name: str) -> ps.TableHandle:
     return client.create_table(name, SIZE, optimizer=ps.Adam(lr=0.01), block_elements=BLOCK)
 
 
+@pytest.mark.thorough
 def test_bsp_parameters_are_those_of_an_undisturbed_run(scene: Scene) -> None:
     def run(on_step: Callable[[int], None]) -> list[npt.NDArray[np.float32]]:
         return together(

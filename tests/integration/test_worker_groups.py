@@ -262,6 +262,7 @@ def test_a_killed_server_changes_no_bit(pool: Pool) -> None:
     assert_bits(found, [in_one_process(UNEQUAL)[-1]] * WORKERS)
 
 
+@pytest.mark.thorough
 def test_a_run_is_resumed_exactly(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> None:
     """With what a codec has left at the leaders."""
     url = str(tmp_path_factory.mktemp("checkpoints"))

@@ -183,6 +183,7 @@ def test_wrong_usage_is_explained(scripts: Scripts) -> None:
     assert "PUSHPULL_WINDOW_BYTE is unknown; did you mean PUSHPULL_WINDOW_BYTES?" in err
 
 
+@pytest.mark.thorough
 def test_the_collector_passes_by_what_the_import_of_torch_made(scripts: Scripts) -> None:
     text = """
         import gc

@@ -17,6 +17,7 @@ def namespaces() -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)  # it measures seven codecs
 def test_fewer_bytes_travel_over_a_link(tmp_path: Path) -> None:
     """Whoever is not root is told so."""

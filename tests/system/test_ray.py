@@ -29,7 +29,7 @@ def found() -> Any:
     return json.loads(lines[-1])
 
 
-pytestmark = pytest.mark.timeout(RUN_WITHIN_S + 20)
+pytestmark = [pytest.mark.timeout(RUN_WITHIN_S + 20), pytest.mark.thorough]
 
 
 def test_the_program_of_the_page_trains(found: Any) -> None:

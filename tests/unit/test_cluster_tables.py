@@ -206,6 +206,7 @@ class TestTables:
             of=cluster,
         )
 
+    @pytest.mark.thorough
     def test_one_table_too_many_is_refused(
         self, full: tuple[Harness, Session, Session, Session, Session]
     ) -> None:

@@ -324,6 +324,7 @@ def test_servers_on_one_host_share_its_cores() -> None:
     assert step(cluster, "bsp", costs).step_s == pytest.approx(1.0 + TABLE_BYTES / GB / 2, rel=0.05)
 
 
+@pytest.mark.thorough
 def test_a_thousand_workers_are_planned() -> None:
     costs = replace(FREE, push={"none": Ends(0.0, 1.0)})
     found = step(replace(FAST, worker_count=1000, server_count=128), "bsp", costs)
