@@ -78,7 +78,7 @@ lint: $(READY) ## Lint and type-check the code and the protos
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PYTHONPATH=.:protos $(BIN)/lint-imports --no-cache
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	$(BIN)/buf lint
 	$(BIN)/buf breaking --against protos/baseline.binpb
 

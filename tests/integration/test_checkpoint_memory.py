@@ -27,6 +27,7 @@ COPIES_BYTES = 64 * MIB
 ELSE_BYTES = 8 * MIB
 
 
+@pytest.mark.thorough
 def test_copies_have_one_memory_however_they_are_made(tmp_path: Path) -> None:
     """Some are made while the memory for them is still being touched."""
     command = [sys.executable, "-m", __name__, f"file://{tmp_path}/00000001-c"]

@@ -79,6 +79,7 @@ def check_bsp_goes_on(
         assert all(torch.equal(tensors[0], each) for each in tensors), name
 
 
+@pytest.mark.thorough
 def test_a_resume_without_feedback_says_that_it_drops_what_is_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

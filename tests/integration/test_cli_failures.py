@@ -133,6 +133,7 @@ def test_the_others_go_on_at_once_when_a_workers_process_has_ended(tmp_path: Pat
     ) in tool.text
 
 
+@pytest.mark.thorough
 def test_a_server_that_cannot_start_is_started_again_so_often_with_its_reason(
     tmp_path: Path,
 ) -> None:

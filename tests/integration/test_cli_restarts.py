@@ -86,6 +86,7 @@ def test_with_replicas_a_dead_server_is_told_in_a_line_and_the_last_one_ends_the
     assert_all_gone([pid for pids in roles.values() for pid in pids])
 
 
+@pytest.mark.thorough
 def test_a_dead_server_is_started_again_as_a_new_node(tmp_path: Path) -> None:
     arguments = (
         *("train", write(tmp_path, WAITING), "-w", "1", "-s", "2", "--replicas", "2"),

@@ -154,6 +154,7 @@ def test_row_wise_adagrad_has_one_number_for_each_row(client: ps.Client) -> None
     np.testing.assert_allclose(client.pull_rows(table, 7), expected, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_ftrl_trains_what_has_a_signal_and_leaves_exact_zeros_elsewhere(client: ps.Client) -> None:
     embedding = ps.Embedding(
         client, "sparse", DIM, optimizer=ps.FTRL(lr=0.5, l1=1.0), init=ps.Normal(0.1)

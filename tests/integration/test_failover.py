@@ -120,10 +120,9 @@ def bsp_table(client: ps.Client, name: str, codec: str) -> ps.TableHandle:
     "codec",
     [
         "none",
-        "topk:0.1",
         *(
             pytest.param(codec, marks=pytest.mark.thorough)
-            for codec in ("int8", "sign", "randomk:0.1", "lowrank:2")
+            for codec in ("int8", "sign", "topk:0.1", "randomk:0.1", "lowrank:2")
         ),
     ],
 )

@@ -88,7 +88,7 @@ def assert_alike(all_found: list[Tensors]) -> None:
         assert [name for name in found if not torch.equal(found[name], all_found[0][name])] == []
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.1])
+@pytest.mark.parametrize("clip_norm", [pytest.param(None, marks=pytest.mark.thorough), 0.1])
 @pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp"])
 def test_it_trains_as_one_process(workers: Workers, kind: str, clip_norm: float | None) -> None:
     name = f"{kind} {clip_norm}"

@@ -73,6 +73,7 @@ def test_a_worker_whose_script_fails_is_named(cluster: LaneCluster) -> None:
         assert REMEDY in said
 
 
+@pytest.mark.thorough
 def test_a_worker_that_leaves_before_the_others_is_named(cluster: LaneCluster) -> None:
     with workers(cluster, "left") as (first, victim):
         begun(first)

@@ -68,6 +68,7 @@ def test_torchruns_processes_have_its_ranks(cluster: LocalCluster, script: Path)
     assert said == ["rank 0 of 2, torchrun's 0", "rank 1 of 2, torchrun's 1"]
 
 
+@pytest.mark.thorough
 def test_a_line_says_which_rank_was_taken(cluster: LocalCluster, script: Path) -> None:
     done = run(
         *(sys.executable, "-m", "pushpull", "worker", "--log-level", "info", str(script)),

@@ -359,7 +359,9 @@ def test_only_outer_steps_share_buffers(workers: list[ps.Client]) -> None:
     assert together(workers, partial(work, name=new_name())) == [[1, 2, 3, 4], [2, 4, 3, 5]]
 
 
-@pytest.mark.parametrize(("codec", "times"), [("int8", 1.1), ("sign", 3.0)])
+@pytest.mark.parametrize(
+    ("codec", "times"), [("int8", 1.1), pytest.param("sign", 3.0, marks=pytest.mark.thorough)]
+)
 def test_pseudo_gradients_in_fewer_bits_train_as_well(
     workers: list[ps.Client], codec: str, times: float
 ) -> None:

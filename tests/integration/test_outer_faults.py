@@ -68,6 +68,7 @@ def train_to_the_end(address: str, lane: str, _: str, pipe: Connection) -> None:
         os._exit(0)
 
 
+@pytest.mark.thorough
 def test_a_worker_killed_between_outer_steps_is_replaced() -> None:
     """What its inner steps did is lost; the other one gives its outer step without it, and the
     replacement begins with the servers' parameters.

@@ -389,7 +389,7 @@ def test_more_fragments_than_blocks_are_refused(workers: list[ps.Client]) -> Non
 # --- beside other features
 
 
-@pytest.mark.parametrize("codec", ["int8", "topk:0.2"])
+@pytest.mark.parametrize("codec", ["int8", pytest.param("topk:0.2", marks=pytest.mark.thorough)])
 def test_fragments_in_fewer_bits_train_as_well(workers: list[ps.Client], codec: str) -> None:
     """What a codec leaves of a block comes with the block's next outer step."""
     outer = ps.Outer(partial(torch.optim.SGD, lr=0.2), 6, momentum=0.5, fragments=2, overlap=1)

@@ -315,6 +315,7 @@ def test_values_that_nobody_has_read_are_there_when_the_client_has_left() -> Non
         assert not torch.equal(model[4].bias, before)
 
 
+@pytest.mark.thorough
 def test_a_change_between_a_step_and_the_next_forward_is_an_edit(clients: list[ps.Client]) -> None:
     """Of a tensor that the script has kept, before its values are written."""
 
@@ -329,6 +330,7 @@ def test_a_change_between_a_step_and_the_next_forward_is_an_edit(clients: list[p
     assert differing(calm[0], found[0]) != []
 
 
+@pytest.mark.thorough
 def test_a_model_may_change_its_consistency_while_values_are_on_their_way(
     clients: list[ps.Client],
 ) -> None:
@@ -481,6 +483,7 @@ class Large(nn.Sequential):
         super().__init__(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
 
 
+@pytest.mark.thorough
 def test_a_read_names_the_server_that_it_waits_for_and_a_later_one_goes_on() -> None:
     with (
         cut_wire(WORKERS, streams=True) as wire,

@@ -124,6 +124,7 @@ def test_every_step_has_a_version_with_its_loss(logged: LoggedRun, tmp_path: Pat
     ]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_of_many_versions_some_are_shown(logged: LoggedRun, tmp_path: Path) -> None:
     command = ("replay", str(logged.logs), "--table", "bsp", "--json", "shown.json")
     for options, expected in (

@@ -33,7 +33,7 @@ from tests.integration.logged_rows import (
 )
 from tests.integration.rows_alone import Rows
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow, pytest.mark.thorough]
 
 TABLES = {**BSP_TERMS, **OTHER_TERMS}
 
@@ -69,7 +69,6 @@ def by_id(path: Path, name: str) -> dict[int, bytes]:
 # --- bit by bit
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", TABLES)
 def test_the_newest_version_is_what_a_client_pulls(
     logged: LoggedRows, name: str, tmp_path: Path
@@ -142,7 +141,6 @@ def test_snapshots_of_rows_are_compared(logged: LoggedRows, tmp_path: Path) -> N
 # --- what is shown
 
 
-@pytest.mark.thorough
 def test_each_version_has_its_rows_norms_and_loss(logged: LoggedRows, tmp_path: Path) -> None:
     (tmp_path / "judge.py").write_text(
         "def loss(tensors):\n"
@@ -321,7 +319,6 @@ def test_one_servers_log_is_not_the_whole_table(logged: LoggedRows, tmp_path: Pa
 # --- as a user
 
 
-@pytest.mark.thorough
 def test_a_disk_that_is_full_is_said(logged: LoggedRows, tmp_path: Path) -> None:
     """Of the rows on their way, and of the file itself; neither is left."""
     for most in (4096, 16_384):

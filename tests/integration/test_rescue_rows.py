@@ -163,6 +163,7 @@ def changing() -> Iterator[tuple[str, ps.Client, ps.TableHandle]]:
         yield cluster.address, worker, table
 
 
+@pytest.mark.thorough
 def test_a_partition_that_changes_meanwhile_is_read_anew(
     changing: tuple[str, ps.Client, ps.TableHandle], tmp_path: Path
 ) -> None:

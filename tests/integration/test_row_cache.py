@@ -305,6 +305,7 @@ def test_a_worker_whose_session_ended_is_told_though_the_cache_has_all() -> None
             rows(IDS)
 
 
+@pytest.mark.thorough
 def test_after_a_restore_nothing_of_before_is_served(tmp_path: Path) -> None:
     with ps.local_cluster(1, 1, checkpoint_url=str(tmp_path)) as cluster:
         client = ps.connect(cluster.address, request_deadline_s=DEADLINE_S)

@@ -420,6 +420,7 @@ def test_a_killed_server_loses_no_step_of_either(lane: str, cache_rows: int) -> 
             assert_same(model, twin)
 
 
+@pytest.mark.thorough
 def test_a_worker_that_joins_steps_both_with_the_others() -> None:
     environment = {"PUSHPULL_MAX_WORKERS": "3"}
     with (
@@ -496,6 +497,7 @@ def test_a_block_that_is_computed_anew_pushes_its_rows_once() -> None:
             torch.testing.assert_close(model.users(EVERYTHING), twin.users(EVERYTHING))
 
 
+@pytest.mark.thorough
 def test_after_a_wait_that_expired_the_next_gradients_are_a_step_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -123,7 +123,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        each if each in ("plain", "clipped") else pytest.param(each, marks=pytest.mark.thorough)
+        for each in OPTIONS
+    ],
+)
 def test_a_layer_that_no_backward_pass_reaches_comes_once(
     clients: list[ps.Client], kind: str
 ) -> None:

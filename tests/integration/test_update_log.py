@@ -243,6 +243,7 @@ def _nothing(step: int) -> None:
     del step
 
 
+@pytest.mark.thorough
 def test_a_server_that_ends_by_itself_comes_back_too(scene: Scene) -> None:
     """SIGTERM: it leaves the cluster, and its log has all."""
     with under_load(scene) as loads:
@@ -252,6 +253,7 @@ def test_a_server_that_ends_by_itself_comes_back_too(scene: Scene) -> None:
         progress(loads)
 
 
+@pytest.mark.thorough
 def test_a_log_has_one_server_at_a_time(scene: Scene) -> None:
     """Who comes with the log of one that lives waits for its lock, and takes nothing from it."""
     server = scene.cluster.living[0]
@@ -263,6 +265,7 @@ def test_a_log_has_one_server_at_a_time(scene: Scene) -> None:
         scene.cluster.served(second)
 
 
+@pytest.mark.thorough
 def test_an_empty_log_is_given_nothing(scene: Scene, tmp_path: Path) -> None:
     """What was kept elsewhere cannot be told from what is lost: its ranges wait for their log."""
     server = scene.cluster.living[0]
@@ -298,6 +301,7 @@ def test_another_cluster_of_other_ranges_begins_anew_with_its_log(tmp_path: Path
     assert len(list((tmp_path / "server-0").glob("*.log"))) >= len(found)
 
 
+@pytest.mark.thorough
 def test_a_new_cluster_that_waits_for_its_server_has_nothing_of_an_old_log(tmp_path: Path) -> None:
     """Its ranges are placed with the server at the moment when that comes with the log."""
     shape = ClusterShape(1, 1, update_log=UpdateLogPlan(str(tmp_path)))

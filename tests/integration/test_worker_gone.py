@@ -183,7 +183,13 @@ def says(cluster: LaneCluster, event: str, words: str) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("consistency", ["bsp", "bsp:backup=1", "ssp:1"])
+@pytest.mark.parametrize(
+    "consistency",
+    [
+        "bsp",
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in ("bsp:backup=1", "ssp:1")),
+    ],
+)
 def test_the_others_finish_when_one_is_killed(cluster: LaneCluster, consistency: str) -> None:
     with (
         victim(cluster, "auto", consistency, take_steps) as dying,

@@ -194,6 +194,7 @@ def test_the_collector_passes_by_what_the_import_of_torch_made(scripts: Scripts)
     assert scripts.run(text) == (0, "True True True\n", "")
 
 
+@pytest.mark.thorough
 def test_a_cluster_that_cannot_be_joined_is_told_in_a_line(scripts: Scripts) -> None:
     with ps.local_cluster(servers=1, workers=2) as cluster:
         here = {"PUSHPULL_SCHEDULER": cluster.address}

@@ -224,6 +224,7 @@ class TestRegistration:
                 of=harness,
             )
 
+    @pytest.mark.thorough
     def test_a_full_cluster_is_an_overload(self, cluster: Harness) -> None:
         for _ in range(limits.MAX_NODE_COUNT):
             cluster.join(Role.READER)

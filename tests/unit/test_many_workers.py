@@ -96,6 +96,7 @@ def copied(state: RangeState) -> tuple[RangeCopy | None, list[float]]:
     return read, steps
 
 
+@pytest.mark.thorough
 def test_what_many_workers_have_of_a_range_is_copied_in_short_steps() -> None:
     """Measured: 3 ms; 35 ms to copy and 60 ms to read where it was done for all at once."""
     blocks = tuple(range(limits.MAX_RANGE_BLOCK_COUNT))

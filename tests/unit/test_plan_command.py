@@ -97,6 +97,7 @@ def test_a_plan_without_prices_has_no_cost() -> None:
     assert "cost" not in plan(*ASKED, *FEW_MODES).stdout.splitlines()[0]
 
 
+@pytest.mark.thorough
 def test_the_page_has_curves_over_workers_servers_and_bandwidth(tmp_path: Path) -> None:
     path = tmp_path / "plan.html"
     found = plan(*ASKED, *FEW_MODES, "--bandwidth", "25Gbit", "--report", str(path))
@@ -120,6 +121,7 @@ def test_the_page_has_curves_over_workers_servers_and_bandwidth(tmp_path: Path) 
     assert point_counts == [7, 7, 6, 6, 7, 7], "a count of servers that came twice is there once"
 
 
+@pytest.mark.thorough
 def test_curves_leave_out_clusters_that_cannot_be(tmp_path: Path) -> None:
     """Fewer workers than the slow one's rank, or than an update waits for; fewer servers than
     replicas; a link where there is no network.

@@ -30,6 +30,7 @@ def _spec() -> TableSpec:
     return TableSpec("model", DType.FLOAT32, COUNT, OptimizerSpec(OptimizerKind.SGD), 64, tensors)
 
 
+@pytest.mark.thorough
 def test_a_long_layout_is_looked_through_beside_the_loop_and_once() -> None:
     message = wire.spec_to_proto(_spec())
     found: list[TableSpec] = []
