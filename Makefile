@@ -54,11 +54,12 @@ test: $(READY) ## Run the quick tests, which need pip packages only, on up to fo
 thorough: $(READY) ## Run the tests that take longest, which `make check` leaves out, on up to four cores
 	$(BIN)/python -m pytest $(PARALLEL) -m thorough $(FAST_TESTS) tests/system
 
-# System tests come first: one builds an image for minutes, and mostly waits for the network.
-check: lint system-deps ## All that CI runs: lint, all tests but the longest, the simulator's seeds, the demo
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not thorough' tests/system $(filter-out tests/sim,$(FAST_TESTS)) tests/sim/test_mutants.py
+check: lint ## All that CI runs: lint, the tests but for the longest, the simulator's seeds, demo, system tests
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not thorough' $(filter-out tests/sim,$(FAST_TESTS)) tests/sim/test_mutants.py
 	$(MAKE) sim SEEDS=20
 	$(MAKE) demo
+	$(MAKE) system-deps
+	$(MAKE) test-system
 
 protos: $(READY) ## Generate the stubs from protos/ again
 	cd protos && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --pyi_out=. pushpull/v1/*.proto
@@ -130,7 +131,7 @@ system-deps: $(READY) ## Install what tests/system needs beside pip packages (De
 	tests/system/install-deps
 
 test-system: $(READY) ## Run the tests that need a container engine, kubectl or Node
-	$(BIN)/python -m pytest $(PARALLEL) tests/system
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not thorough' tests/system
 
 pods-check: $(READY) ## Run the Kubernetes pods as containers: updates, kills, lost nodes, checkpoints, two runs; and measure the image
 	$(BIN)/python -m pytest -o faulthandler_timeout=1800 tests/pods

@@ -33,6 +33,7 @@ from scheduler.edge.servicer import SERVICE_NAME, SchedulerServicer, add_to_serv
 from scheduler.machine.checkpoint_schedule import CheckpointPolicy
 from scheduler.start import SchedulerStart, started
 
+LAST_ATTEMPTS = 3  # a last checkpoint during which a server is lost can be made by the others
 SERVERS_LEAVE_WITHIN_S = 5.0  # wait of a finished cluster for its servers to leave
 
 UNDER_WAY_WITHIN_S = 30.0
@@ -180,11 +181,18 @@ async def _last(
     settings: SchedulerConfig, servicer: SchedulerServicer, reason: str, deadline_s: float
 ) -> None:
     checkpointing = servicer.checkpointing
-    if settings.checkpoint_last_s:
-        request = scheduler_pb2.CreateCheckpointRequest(reason=reason)
-        await checkpointing.create(request, deadline_s)
-    else:
+    if not settings.checkpoint_last_s:
         await checkpointing.until_none_is_under_way(deadline_s)
+        return
+    request = scheduler_pb2.CreateCheckpointRequest(reason=reason)
+    for attempts_left in reversed(range(LAST_ATTEMPTS)):
+        try:
+            await checkpointing.create(request, deadline_s)
+            return
+        except InvalidCheckpoint as error:
+            if not attempts_left:
+                raise
+            logs.warning("last_checkpoint_again", reason=error.message)
 
 
 def main() -> None:

@@ -8,11 +8,14 @@ import contextlib
 from ps_cli.console.output import Output
 from ps_cli.console.scheduler_query import SchedulerQuery
 from ps_cli.train.exit_rules import RunEnd
-from ps_core.errors import PushpullError
+from ps_core.errors import InvalidCheckpoint, PushpullError
 from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.launch.cluster_shape import CheckpointPlan
+from ps_runtime.system import clock
 from pushpull.v1 import scheduler_pb2
 
+ATTEMPTS = 3
+"""Of the last checkpoint: if a server is lost while it is made, the others can make another."""
 DEADLINE_S = 60.0
 """Deadline of the last checkpoint; a step may have to end first. A second signal cuts it short."""
 
@@ -30,12 +33,25 @@ async def make_last(scheduler: str, ending: RunEnd, output: Output) -> bool:
         output.say(f"{ending.message}: making a last checkpoint; once more to stop at once")
     reason = "stopped" if ending.exit_code else "the end of training"
     try:
-        url, byte_count = await asyncio.to_thread(create, scheduler, reason, DEADLINE_S)
+        url, byte_count = await _attempted(scheduler, reason, output)
     except PushpullError as error:
         output.complain(f"there is no last checkpoint: {error.message}")
         return False
     output.say(f"checkpoint {url} ({byte_count:,} bytes)")
     return True
+
+
+async def _attempted(scheduler: str, reason: str, output: Output) -> tuple[str, int]:
+    """As `create`, `ATTEMPTS` times at most if the checkpoint fails, all within `DEADLINE_S`."""
+    end_s = clock.now_s() + DEADLINE_S
+    for attempts_left in reversed(range(ATTEMPTS)):
+        try:
+            return await asyncio.to_thread(create, scheduler, reason, end_s - clock.now_s())
+        except InvalidCheckpoint as error:
+            if not attempts_left or clock.now_s() >= end_s:
+                raise
+            output.warn(f"{error.message}; it is tried again")
+    raise AssertionError("the last attempt returns or raises")
 
 
 def create(scheduler: str, reason: str, timeout_s: float) -> tuple[str, int]:

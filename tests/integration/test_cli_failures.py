@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -82,6 +85,26 @@ def test_a_checkpoint_that_fails_is_told_at_once_is_in_the_status_and_in_the_exi
     assert "pushpull: there is no last checkpoint" in tool.text
     assert "1 workers finished in" in tool.text
     assert "pushpull: the run has ended well, but the last checkpoint failed" in tool.text
+
+
+def test_a_server_that_is_lost_while_the_last_checkpoint_is_made_does_not_cost_it(
+    tmp_path: Path,
+) -> None:
+    """A stopped server takes no part in it; when its lease has ended, the other makes another."""
+    arguments = (
+        *("train", write(tmp_path, UNTIL_TOLD), "-w", "1", "-s", "2", "--replicas", "2"),
+        *("--checkpoint-url", "runs", "--checkpoint-every", "1000"),
+    )
+    with Tool(*arguments, cwd=tmp_path, is_warm=True) as tool:
+        tool.wait_for("is training")
+        os.kill(tool.role_pids()["server"][0], signal.SIGSTOP)
+        tool.process.send_signal(signal.SIGINT)
+        assert tool.end(START_DEADLINE_S) == 130, tool.text
+    assert "a server was lost while it was made; it is tried again" in " ".join(tool.text.split())
+    assert re.search(r"^checkpoint /.*/runs/\d+-\w+ \(.* bytes\)$", tool.text, re.MULTILINE), (
+        tool.text
+    )
+    assert "there is no last checkpoint" not in tool.text
 
 
 @pytest.mark.parametrize("command", [("train", "script.py"), ("up",)])

@@ -130,6 +130,19 @@ def test_told_to_stop_it_makes_one_while_workers_train(tmp_path: Path) -> None:
     assert check_whole(root, "stopped") >= 1
 
 
+def test_a_server_that_is_lost_meanwhile_does_not_cost_it(tmp_path: Path) -> None:
+    """A stopped server takes no part in it; when its lease has ended, the other makes another."""
+    root = tmp_path / "checkpoints"
+    with bare_cluster(root, replicas="2") as cluster, training(cluster):
+        cluster.role("server").send(signal.SIGSTOP)
+        cluster.role("scheduler").send(signal.SIGTERM)
+        said = cluster.end_of("scheduler")
+        assert "event=last_checkpoint_again" in said
+        assert "a server was lost while it was made" in said
+        assert "checkpoint_complete" in said
+    assert check_whole(root, "stopped") >= 1
+
+
 def test_when_all_workers_have_left_it_makes_one_and_all_ends(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     with bare_cluster(root, stop_when_done="1") as cluster:
