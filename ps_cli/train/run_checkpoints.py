@@ -15,7 +15,7 @@ from ps_runtime.system import clock
 from pushpull.v1 import scheduler_pb2
 
 ATTEMPTS = 3
-"""Of the last checkpoint: if a server is lost while it is made, the others can make another."""
+"""Attempts at the last checkpoint: if a server is lost in one, the others can make another."""
 DEADLINE_S = 60.0
 """Deadline of the last checkpoint; a step may have to end first. A second signal cuts it short."""
 
