@@ -17,6 +17,9 @@ KIND ?=
 CHAOS ?=
 TORCH_INDEX ?=
 export COMPOSE
+# Bytecode is kept, whatever the environment says: tests start hundreds of interpreters, and each would compile our
+# code again.
+export PYTHONDONTWRITEBYTECODE :=
 
 BIN := .venv/bin
 READY := .venv/ready
