@@ -7,7 +7,6 @@ Rules:
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -63,7 +62,7 @@ class Session:
         node = (self.cluster_id, self.timeline.hex(), self.node_id, self.incarnation)
         fields = (*node, self.role.value, self.rank)
         text = "|".join(map(str, (*fields, self.run) if self.run else fields))
-        return hmac.new(token_key, text.encode(), hashlib.sha256).digest()
+        return hmac.digest(token_key, text.encode(), "sha256")
 
     def is_genuine(self, token_key: bytes) -> bool:
         """True if the token was made with `token_key` for exactly these fields."""

@@ -133,8 +133,10 @@ class WorkQueue:
         work = job.work
         try:
             while True:
-                self._waiting = next(work)  # type: ignore[arg-type]
-                if not self._has_come(has_time) or not has_time():
+                waiting = self._waiting = next(work)  # type: ignore[arg-type]
+                if waiting is not None and not self._has_come(has_time):
+                    return False
+                if not has_time():
                     return False
         except StopIteration as end:
             if job.on_end is not None:

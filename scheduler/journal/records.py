@@ -29,6 +29,7 @@ import typing
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from ps_core.errors import InvalidJournal
@@ -135,6 +136,7 @@ def _cluster_json(journaled: JournaledCluster) -> dict[str, Any]:
     return found
 
 
+@cache
 def _scalar_fields() -> dict[str, Any]:
     hints = typing.get_type_hints(ClusterState)
     return {name: hint for name, hint in hints.items() if name not in _KEYED | _DERIVED}

@@ -55,15 +55,12 @@ class CopyPiece(NamedTuple):
     has_waited: bool = False
 
 
+_BYTES: dict[type, int] = {LogRecord: _RECORD_BYTES, CopyPiece: _PIECE_BYTES}
+
+
 def size_of(message: object) -> int:
     """In bytes, about."""
-    match message:
-        case LogRecord():
-            return _RECORD_BYTES
-        case CopyPiece():
-            return _PIECE_BYTES
-        case _:
-            return _SMALL_BYTES
+    return _BYTES.get(type(message), _SMALL_BYTES)
 
 
 class Pipe:

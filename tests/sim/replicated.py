@@ -441,8 +441,11 @@ class ReplicatedServer(SimServer):
 
     def _carrying_out(self, effects: Sequence[Effect]) -> Work[None]:
         """What anybody could see when the backups have it."""
+        if not effects:
+            yield from self._doing(())
+            return
         notes = [self.watch.deciding(self, place) for place in sorted(set(_places(effects)))]
-        committed = (yield from self.output.deciding(effects, self.now)) if effects else ()
+        committed = yield from self.output.deciding(effects, self.now)
         for note in notes:
             note()
         yield from self._doing(committed)

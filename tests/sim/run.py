@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
+from ps_server.rows import row_kernels
 from tests.sim.kinds import KINDS, SHARES
 from tests.sim.test_simulation import Run
 
@@ -52,6 +53,12 @@ def collect_seldom() -> None:
     gc.set_threshold(100_000, 50, 10)
 
 
+def load_loops() -> None:
+    """Before processes are forked: else each of them would load the compiled loops of rows."""
+    row_kernels.load()
+    row_kernels.step_loops()
+
+
 def run_chunk(kind: str, seeds: range) -> list[Seed]:
     """Run some seeds."""
     found = [run_one(kind, seed) for seed in seeds]
@@ -75,8 +82,8 @@ def run_all(kinds: Sequence[str], seeds: range, jobs: int) -> int:
     began_s = time.monotonic()
     runs = {kind: Run(KINDS[kind]) for kind in kinds}
     failed = 0
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.sim.kinds"])
+    load_loops()
+    context = multiprocessing.get_context("fork")  # once, before the pool has a thread
     with ProcessPoolExecutor(jobs, context, collect_seldom) as pool:
         chunks = [
             pool.submit(run_chunk, kind, own[at : at + CHUNK])

@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 
 Link = tuple[Hashable, Hashable]
 """From whom to whom; messages the other way have another."""
@@ -112,7 +113,7 @@ class World:
         if draw() < faults.duplicate:
             self.counts["duplicated"] += 1
             copies = 2
-        arrive = deliver if link is None else lambda: self.arrive(link, deliver)
+        arrive = deliver if link is None else partial(self.arrive, link, deliver)
         for _ in range(copies):
             delay_s = faults.delay_s + draw() * faults.jitter_s
             if link in self.slow:
