@@ -70,7 +70,9 @@ ROW_MUTANTS = (
         "S11",
         _STORE,
         "            numbers[missing] = yield from partition.adding(new, first)",
-        "            numbers[missing] = 0\n            yield from partition.adding(ids[:0], {})",
+        "            if partition.index.count == 0:\n"
+        "                numbers[missing] = yield from partition.adding(new, first)\n"
+        "            numbers[missing] = 0",
         _STEPS,
     ),
     Mutant(
@@ -80,8 +82,8 @@ ROW_MUTANTS = (
         "            yield from self._adding(each.block, self._piece_of(each))",
         "            piece = self._piece_of(each)\n"
         "            if piece.are_rows:\n"
-        "                first = self._optimizer.first_state(len(piece.ids), self._dtype)\n"
-        "                piece.arrays.update(first)\n"
+        "                first = self._layout.first_arrays(piece.ids)\n"
+        "                piece.arrays.update({**first, VALUES: piece.arrays[VALUES]})\n"
         "            yield from self._adding(each.block, piece)",
         _FAILOVER,
     ),

@@ -44,10 +44,11 @@ class DepartureSimulation(Departing):
     often: ClassVar[frozenset[str]] = frozenset({
         *(f"fault: {kind}" for kind in TELLS), "told to stop", "let go", "stayed for now",
         "left when others had all", "left unheard", "a holder died beside who was told",
-        "a holder died as it was let go",
         "failovers", "joined ranges", "equal replicas",
     })  # fmt: skip
-    seldom: ClassVar[frozenset[str]] = frozenset({"left, and heard of it late"})
+    seldom: ClassVar[frozenset[str]] = frozenset({
+        "left, and heard of it late", "a holder died as it was let go",
+    })  # fmt: skip
     medians: ClassVar[dict[str, int]] = {"messages": 2_000, "let go": 1, "joined ranges": 1}
 
     @cached_property

@@ -547,6 +547,7 @@ class RunAwaySimulation(PatientRunSimulation, AwaySimulation):
         "came when the scheduler was back", "trained in a run", "changed in a run",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset()
+    medians: ClassVar[dict[str, int]] = {"messages": 2_000, "runs begun": 1}
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         super().__init__(seed, narrate=narrate)
