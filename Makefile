@@ -23,7 +23,8 @@ export PYTHONDONTWRITEBYTECODE :=
 
 BIN := .venv/bin
 READY := .venv/ready
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Without bytecode, which Python makes of what is imported: all of it takes a minute.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 # In the order in which they begin: the files that take long first, so that no core idles at the end.
 FAST_TESTS := $(wildcard $(addprefix tests/,integration device idioms property sim contract unit tidy))
 # Tests wait for processes of their own more than they compute, so three files run beside each other for every
