@@ -25,10 +25,11 @@ import pathlib
 import ps_worker as ps
 
 with ps.connect() as client:
-    table = client.create_table("t", 64, optimizer=ps.SGD(lr=1.0))
+    sgd = ps.SGD(lr=1.0)
+    table = client.create_table("t", 1024, optimizer=sgd, block_elements=64)  # on every server
     print("is training", flush=True)
     while not pathlib.Path("enough").exists():
-        client.push_pull(table, [1.0] * 64)
+        client.push_pull(table, [1.0] * 1024)
 """
 
 ENDS_EARLY = """
