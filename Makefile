@@ -36,7 +36,7 @@ PARALLEL := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 # has installed, whose warnings are not ours to heed. A PYTHON given on the command line goes before both.
 GPU_PYTHON = $(if $(filter command,$(firstword $(origin PYTHON)))$(if $(wildcard $(BIN)/python),,none),$(PYTHON),$(BIN)/python)
 
-.PHONY: help demo test thorough check protos protos-check reference image-lock lint format fuzz sim sim-mutants core-mutants chaos bench bench-check checkpoint-check lanes-check gpu-check system-deps test-system pods-check clean
+.PHONY: help demo test thorough check images protos protos-check reference image-lock lint format fuzz sim sim-mutants core-mutants chaos bench bench-check checkpoint-check lanes-check gpu-check system-deps test-system pods-check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,12 +58,16 @@ test: $(READY) ## Run the quick tests, which need pip packages only, on up to fo
 thorough: $(READY) ## Run the tests that take longest, which `make check` leaves out, on up to four cores
 	$(BIN)/python -m pytest $(PARALLEL) -m thorough $(FAST_TESTS) tests/system
 
-check: lint ## All that CI runs: lint, the tests but for the longest, the simulator's seeds, demo, system tests
+check: lint images ## All that CI runs: lint, the tests but for the longest, the simulator's seeds, demo, system tests
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not thorough' $(filter-out tests/sim,$(FAST_TESTS)) tests/sim/test_mutants.py
 	$(MAKE) sim SEEDS=20
 	$(MAKE) demo
 	$(MAKE) system-deps
 	$(MAKE) test-system
+
+images: ## Build the container images; `make --jobs=2 check` does it while packages are installed and code is linted
+	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; echo "building the container images"; \
+	SERVERS=1 WORKERS=1 $(COMPOSE) build >"$$log" 2>&1 || { cat "$$log" >&2; exit 1; }
 
 protos: $(READY) ## Generate the stubs from protos/ again
 	cd protos && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --pyi_out=. pushpull/v1/*.proto

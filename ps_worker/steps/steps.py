@@ -172,7 +172,7 @@ class StepSink(Protocol):
     def open_step(self, table: Table, clock: int, future: Future[StepResult]) -> None:
         """Begin a step; `future` is completed when it has ended."""
 
-    def submit(self, table: Table, clock: int, bodies: Sequence[PushBody], priority: int) -> None:
+    def submit(self, table: Table, clock: int, bodies: Sequence[PushBody]) -> None:
         """Send blocks of an open step, in this order."""
 
     def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
@@ -205,7 +205,6 @@ class TableStep:
         self,
         blocks: Iterable[BlockValues],
         *,
-        priority: int = 0,
         eager: Hyperparameters | None = None,
     ) -> None:
         """Send blocks, in this order; a second push of a block in this step replaces the first.
@@ -214,7 +213,6 @@ class TableStep:
         Args:
             blocks: payloads in the table's own dtype. Not copied: they must not change before the
                 step's ticket is done, or the block has been pushed again.
-            priority: lower goes first when the window is full.
             eager: ASP tables: the hyperparameters that the seal will repeat; the servers then apply
                 the blocks on arrival. None: at the seal.
 
@@ -236,10 +234,10 @@ class TableStep:
             seen = peer_versions.get(block)
             bodies.append(PushBody(block, payload, presence, eager, seen, is_initial, codec))
             if codec is not None and len(bodies) >= _ENCODED_COUNT:
-                self._sink.submit(self.table, self.clock, bodies, priority)
+                self._sink.submit(self.table, self.clock, bodies)
                 bodies = []
         if bodies:
-            self._sink.submit(self.table, self.clock, bodies, priority)
+            self._sink.submit(self.table, self.clock, bodies)
 
     def edit(self, blocks: Iterable[BlockValues], edit: bytes, array: str = "") -> PushTicket:
         """Make the step an edit, and end it: these values replace those of the tensors present, if
@@ -263,7 +261,7 @@ class TableStep:
             bodies.append(PushBody(block, payload, presence, None, None, True, codec))
         self._withdraw(frozenset(body.block for body in bodies))
         if bodies:
-            self._sink.submit(self.table, self.clock, bodies, 0)
+            self._sink.submit(self.table, self.clock, bodies)
         return self._end(StepTerms(edit=edit, array=array))
 
     def push_rows(self, ids: Ids, gradients: npt.NDArray[Any], *, is_last: bool = False) -> None:
@@ -303,7 +301,7 @@ class TableStep:
         """Send pushes of this step, in this order."""
         self._check_open()
         if bodies:
-            self._sink.submit(self.table, self.clock, bodies, 0)
+            self._sink.submit(self.table, self.clock, bodies)
 
     def withdraw(self) -> None:
         """Withdraw all that this step has pushed."""

@@ -68,8 +68,8 @@ class StepSender:
         self._began_s[table.table_id] = (clock, now_s())
         self._post(self._driver.open_step, table, clock, future)
 
-    def submit(self, table: Table, clock: int, bodies: Sequence[PushBody], priority: int) -> None:
-        self._post(self._driver.submit, table, clock, bodies, priority)
+    def submit(self, table: Table, clock: int, bodies: Sequence[PushBody]) -> None:
+        self._post(self._driver.submit, table, clock, bodies)
 
     def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
         self._post(self._driver.withdraw, table, clock, but)

@@ -111,15 +111,13 @@ class PushDriver:
             self._plans[table.table_id] = _TablePlan.of(table, len(self._view.ranges))
         self._futures[(table.table_id, clock)] = future
 
-    def submit(self, table: Table, clock: int, bodies: Sequence[PushBody], priority: int) -> None:
+    def submit(self, table: Table, clock: int, bodies: Sequence[PushBody]) -> None:
         if self._failure is not None:
             return
         table_id, range_of_block = table.table_id, self._plans[table.table_id].range_of_block
         for body in bodies:
             place = BlockPlace(table_id, range_of_block[body.block], body.block)
-            self._window.submit(
-                place, clock, body, byte_count=body.payload.nbytes, priority=priority
-            )
+            self._window.submit(place, clock, body, byte_count=body.payload.nbytes)
         self._pump_soon()
 
     def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:

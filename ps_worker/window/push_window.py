@@ -108,7 +108,6 @@ class PushEntry:
     byte_count: int = 0
     body: object = None
     replaces: int = 0
-    priority: int = 0
     state: EntryState = EntryState.QUEUED
     server: NodeId | None = None
     sent_s: float = 0.0
@@ -283,7 +282,7 @@ _QUEUED, _SENT, _RECEIVED, _ENDED = EntryState
 _SAYS_RECEIVED, _SAYS_COMMITTED = ReplyKind.RECEIVED, ReplyKind.COMMITTED
 _SAYS_CREDIT, _APPLIED = ReplyKind.CREDIT, Outcome.APPLIED
 
-_Queued = tuple[int, int, PushEntry]
+_Queued = tuple[int, PushEntry]
 """Priority, number, entry. Numbers differ between entries, so entries are never compared."""
 
 
@@ -318,10 +317,8 @@ class PushWindow:
 
     # --- events of the training loop
 
-    def submit(
-        self, at: BlockPlace, clock: int, body: object, *, byte_count: int, priority: int = 0
-    ) -> EntryKey:
-        """Queue a push of a block, which replaces the step's earlier one; low `priority` first."""
+    def submit(self, at: BlockPlace, clock: int, body: object, *, byte_count: int) -> EntryKey:
+        """Queue a push of a block, which replaces the step's earlier one."""
         step = self._open_step(at.table_id, clock)
         previous = step.blocks.get(at.block)
         if previous is not None and previous.sent_count == 0:
@@ -329,7 +326,6 @@ class PushWindow:
             return previous.key
         entry = self._new_entry(step, at.range_id)
         entry.block, entry.body, entry.byte_count = at.block, body, byte_count
-        entry.priority = priority
         if previous is not None:
             entry.replaces = previous.key.sequence
             self._give_up(previous)
@@ -538,11 +534,11 @@ class PushWindow:
 
     def _enqueue(self, entry: PushEntry) -> None:
         queue = self._queues[self._owner.get(entry.key.range_id)]
-        heapq.heappush(queue, (entry.priority, entry.number, entry))
+        heapq.heappush(queue, (entry.number, entry))
 
     def _let_go(self) -> None:
         """Queue again what was held back; `poll` may hold it back once more."""
-        for _, _, entry in self._held_back:
+        for _, entry in self._held_back:
             self._enqueue(entry)
         self._held_back.clear()
 
@@ -629,7 +625,7 @@ class PushWindow:
     # --- effects
 
     def poll(self, now_s: float) -> list[Effect]:
-        """Send the entries that may be sent now, in order of priority; they count as sent."""
+        """Send the entries that may be sent now, oldest first; they count as sent."""
         effects: list[Effect] = []
         for server, queue in self._queues.items():
             if queue and server is not None and server in self._connected:
@@ -647,7 +643,7 @@ class PushWindow:
         self, server: NodeId, queue: list[_Queued], now_s: float, effects: list[Effect]
     ) -> None:
         while queue:
-            entry = queue[0][2]
+            entry = queue[0][1]
             if entry.state is not _QUEUED:
                 heapq.heappop(queue)  # ended, or queued twice and sent already
                 continue

@@ -97,6 +97,7 @@ def page(folder: Path, name: str = "compare") -> ElementTree.Element:
     return ElementTree.parse(folder / f"{name}.html").getroot()  # noqa: S314 - our own page
 
 
+@pytest.mark.thorough
 def test_a_script_is_compared_under_its_modes_with_a_straggler(tmp_path: Path) -> None:
     script = tmp_path / "training.py"
     script.write_text(TRAINING)
@@ -169,6 +170,7 @@ def test_codecs_and_outer_steps_are_compared_with_the_bytes_that_they_take(tmp_p
     assert outer_steps["staleness"] == {"0": 4}, "of the steps that pushed"
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_compared_is_in_the_report_with_its_reason(tmp_path: Path) -> None:
     script = tmp_path / "stubborn.py"
     script.write_text(STUBBORN)

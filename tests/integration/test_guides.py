@@ -54,6 +54,7 @@ def test_the_reader_the_worker_and_the_checkpoint_agree_in_the_end(tmp_path: Pat
         assert f"after step 200 {ended} right\n" in seen
 
 
+@pytest.mark.thorough
 def test_the_script_for_gpus_trains_on_the_cpu(tmp_path: Path) -> None:
     page = PageFolder("guides/GPU.md", tmp_path)
     page.save("train.py")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.integration.page_folder import PageFolder
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(150), pytest.mark.slow, pytest.mark.thorough]
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +41,10 @@ def differing(some: dict[str, Tensor], others: dict[str, Tensor]) -> list[str]:
     return [name for name, tensor in some.items() if not torch.equal(tensor, others[name])]
 
 
-@pytest.mark.thorough
 def test_ddp_ends_with_the_same_bits(folder: Path) -> None:
     assert not differing(saved(folder, "ddp.pt"), saved(folder, "bsp.pt"))
 
 
-@pytest.mark.thorough
 def test_torch_rpc_ends_with_the_same_parameters_and_buffers_of_its_own(folder: Path) -> None:
     found = differing(saved(folder, "rpc.pt"), saved(folder, "bsp.pt"))
     assert not [name for name in found if "running" not in name]

@@ -119,6 +119,7 @@ def test_two_servers_with_different_versions_do_not_join_one_cluster(
         client.create_table("w", 64, optimizer=ps.Custom("plain"))
 
 
+@pytest.mark.thorough
 def test_a_server_that_comes_later_needs_what_tables_use(
     launcher: Launcher, tmp_path: Path
 ) -> None:

@@ -229,7 +229,6 @@ def _step(
             clock,
             body,
             byte_count=256,
-            priority=-block,
         )
         if draw.random() < 0.2:
             yield worker.pause()

@@ -128,6 +128,7 @@ def final_loss(printed: str) -> str:
     return str(found)
 
 
+@pytest.mark.thorough
 def test_the_page_is_typed_to_its_end(person: Person) -> None:
     install(person)
     (person.folder / "train.py").write_text(person.next("python"), encoding="utf-8")

@@ -72,9 +72,9 @@ class TableClient:
     def open_step(self, table: Table, clock: int, future: Future[Any]) -> None:
         """Nothing ends it."""
 
-    def submit(self, table: Table, clock: int, bodies: Sequence[PushBody], priority: int) -> None:
+    def submit(self, table: Table, clock: int, bodies: Sequence[PushBody]) -> None:
         """Remembered."""
-        del table, clock, priority
+        del table, clock
         self.submitted += bodies
 
     def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:

@@ -50,7 +50,7 @@ class Servers:
         assert (table.table_id, clock) == (self.table_id, CLOCK)
         self.steps.append(future)
 
-    def submit(self, table: Table, clock: int, bodies: Sequence[PushBody], priority: int) -> None:
+    def submit(self, table: Table, clock: int, bodies: Sequence[PushBody]) -> None:
         """Nothing of it matters here."""
 
     def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:

@@ -79,7 +79,7 @@ def test_a_server_that_may_have_lost_a_range_in_between_is_sent_what_it_had_rece
         driver.take_view(view(1, 2))
         driver.stream_opened(ONE)
         driver.open_step(MODEL, 1, Future())
-        driver.submit(MODEL, 1, [PushBody(0, memoryview(bytes(256)), b"", None, None)], 0)
+        driver.submit(MODEL, 1, [PushBody(0, memoryview(bytes(256)), b"", None, None)])
         await turn()
         received = parameters_pb2.PushResponse()
         received.replies.add(
@@ -144,7 +144,7 @@ class Driven:
 
     def push(self, *blocks: int, clock: int = 1, **more: Any) -> None:
         bodies = [PushBody(b, memoryview(bytes(256)), b"", None, None, **more) for b in blocks]
-        self.driver.submit(BLOCKS, clock, bodies, 0)
+        self.driver.submit(BLOCKS, clock, bodies)
 
     async def say(self, kind: int, *sequences: int, **more: Any) -> None:
         said = parameters_pb2.PushResponse()
@@ -234,7 +234,7 @@ def test_state_goes_in_the_arithmetic_and_values_in_the_tables_own_type() -> Non
         on.driver.open_step(half, 1, Future())
         for codec in (None, Codec.FP32):
             body = PushBody(0, memoryview(bytes(128)), b"", None, None, True, codec)
-            on.driver.submit(half, 1, [body], 0)
+            on.driver.submit(half, 1, [body])
             await turn()
         assert [message.codec for message in on.sent] == [
             types_pb2.CODEC_FP16,

@@ -43,9 +43,9 @@ def window() -> PushWindow:
     return window
 
 
-def _push(window: PushWindow, range_id: int = 0, block: int = 0, **more: int) -> EntryKey:
+def _push(window: PushWindow, range_id: int = 0, block: int = 0, clock: int = 1) -> EntryKey:
     place = BlockPlace(TABLE, RangeId(range_id), block)
-    return window.submit(place, more.pop("clock", 1), b"body", byte_count=100, **more)
+    return window.submit(place, clock, b"body", byte_count=100)
 
 
 def _say(
@@ -127,12 +127,6 @@ def test_being_given_back_again_does_not_put_off_when_it_goes(window: PushWindow
 def test_one_entry_may_always_go(window: PushWindow) -> None:
     window.submit(BlockPlace(TABLE, RangeId(0), 0), 1, b"", byte_count=10_000)
     assert len(window.poll(0.0)) == 1
-
-
-def test_lower_priority_numbers_go_first(window: PushWindow) -> None:
-    late, early = _push(window, block=0, priority=5), _push(window, block=1, priority=1)
-    sent = [e.key for e in window.poll(0.0) if isinstance(e, SendPush)]
-    assert sent == [early, late]
 
 
 def test_seals_wait_for_every_push_on_every_server(window: PushWindow) -> None:

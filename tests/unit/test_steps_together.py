@@ -26,7 +26,7 @@ class Sealed:
     def open_step(self, table: Table, clock: int, future: Future[StepResult]) -> None:
         """Nothing is sent here."""
 
-    def submit(self, table: Table, clock: int, bodies: Sequence[PushBody], priority: int) -> None:
+    def submit(self, table: Table, clock: int, bodies: Sequence[PushBody]) -> None:
         """Nothing is sent here."""
 
     def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
