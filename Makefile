@@ -65,7 +65,7 @@ check: lint images ## All that CI runs: lint, the tests but for the longest, the
 	$(MAKE) system-deps
 	$(MAKE) test-system
 
-images: ## Build the container images; `make --jobs=2 check` does it while packages are installed and code is linted
+images: ## Build the container images; `make check --jobs=2` does it while packages are installed and code is linted
 	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; echo "building the container images"; \
 	SERVERS=1 WORKERS=1 $(COMPOSE) build >"$$log" 2>&1 || { cat "$$log" >&2; exit 1; }
 

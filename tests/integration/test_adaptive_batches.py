@@ -105,6 +105,7 @@ def test_the_slow_worker_gets_fewer_samples_and_the_mean_is_that_of_all() -> Non
             assert recorder.means[step] == pytest.approx(mean, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_loader_with_processes_fetches_ahead(workers: list[ps.Client]) -> None:
     name = f"model-{next(_names)}"
 
@@ -165,6 +166,7 @@ class _Eager:
         return iter(list(self._batches))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_was_with_another_number_of_workers(tmp_path: Path) -> None:
     """Each sample of a pass is trained on once, before the checkpoint or after it."""
     root = str(tmp_path)
@@ -217,6 +219,7 @@ def test_the_others_go_on_without_a_worker_that_is_gone() -> None:
     assert sizes[0][8] + sizes[1][8] == WORKERS * BATCH
 
 
+@pytest.mark.slow
 def test_a_wait_that_expires_is_taken_up_again() -> None:
     """At the first batch, and at the first agreement."""
 

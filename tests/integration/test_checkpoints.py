@@ -35,6 +35,7 @@ def trained_models(root: Path, recipe: Recipe, workers: int = 2) -> list[Any]:
         return together(cluster.address, workers, lambda c: train(c, recipe, END), recipe.lane)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)  # four clusters, one after the other
 @pytest.mark.parametrize(
     "options",

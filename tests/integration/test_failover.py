@@ -85,6 +85,7 @@ def progress(loads: list[Load], count: int = 5) -> None:
 # --- SIGKILL
 
 
+@pytest.mark.slow
 def test_a_killed_servers_ranges_go_on_under_load(scene: Scene) -> None:
     cluster = scene.cluster
     cluster.have(3)

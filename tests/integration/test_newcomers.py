@@ -253,6 +253,7 @@ def test_what_a_newcomer_has_loaded_is_refused_at_it_alone(cluster: LaneCluster,
         _close(clients)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_it_leaves_and_another_gets_its_rank(cluster: LaneCluster) -> None:
     clients = _first(cluster)

@@ -62,6 +62,7 @@ class Run:
             return resumed_training.together(cluster.address, 2, work)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)  # four clusters, one after the other
 @pytest.mark.parametrize(
     "options",
@@ -90,6 +91,7 @@ def test_bsp_goes_on_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> Non
             assert not differences(own, theirs), f"{rank=} {step=}"
 
 
+@pytest.mark.slow
 def test_one_that_comes_within_a_step_has_the_state_after_it(tmp_path: Path) -> None:
     """Both workers are in the forward pass after inner step 4, whose buffers are not the step's."""
     root = str(tmp_path)
@@ -131,6 +133,7 @@ def test_one_that_comes_within_a_step_has_the_state_after_it(tmp_path: Path) -> 
             assert is_same(own, theirs)
 
 
+@pytest.mark.slow
 def test_a_pseudo_gradient_counts_from_what_its_worker_pulled(tmp_path: Path) -> None:
     """ASP: the checkpoint has what another worker pushed meanwhile. Each inner step moves every
     parameter by -1: two of this worker, and two of the other.

@@ -389,6 +389,7 @@ def test_more_fragments_than_blocks_are_refused(workers: list[ps.Client]) -> Non
 # --- beside other features
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["int8", pytest.param("topk:0.2", marks=pytest.mark.thorough)])
 def test_fragments_in_fewer_bits_train_as_well(workers: list[ps.Client], codec: str) -> None:
     """What a codec leaves of a block comes with the block's next outer step."""
@@ -441,6 +442,7 @@ def test_a_script_that_ends_while_an_outer_step_is_on_its_way_holds_nobody() -> 
             assert list(threads.map(work, range(WORKERS))) == [12, 3]
 
 
+@pytest.mark.slow
 def test_a_wait_that_expires_is_taken_up_again() -> None:
     """The inner step was taken before the wait, and its gradients are not applied twice."""
     outer = ps.Outer(SGD, 2, lr=1.0, momentum=0.0, nesterov=False, overlap=1)

@@ -256,4 +256,4 @@ def _shown(tree: ast.Module, place: Place, replacement: ast.AST) -> str:
 def _first_line(node: ast.AST) -> str:
     if isinstance(node, ast.cmpop | ast.operator | ast.boolop):
         return type(node).__name__
-    return ast.unparse(ast.fix_missing_locations(copy.deepcopy(node))).strip().split("\n")[0]
+    return ast.unparse(node).strip().split("\n")[0]

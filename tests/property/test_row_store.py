@@ -258,6 +258,7 @@ def test_a_store_has_what_a_dictionary_has(
         assert store.version(block) == sum(block in each for each in touched)
 
 
+@pytest.mark.slow
 @given(
     steps=st.lists(st.lists(ROWS, min_size=1, max_size=2), max_size=12),
     rows=POLICIES,
@@ -391,6 +392,7 @@ def test_a_penalty_of_a_step_holds_for_all_that_was_learned() -> None:
     assert rows_of(store, [1]) == [np.zeros(LENGTH, np.float32).tobytes()]
 
 
+@pytest.mark.slow
 @given(
     before=STEPS,
     after=STEPS,
@@ -539,6 +541,7 @@ def test_rows_have_no_delay_compensation() -> None:
         store_of(table_of()).accumulate(1, [], 1.0, Compensation(0, 0.1, adaptive=False))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_thousands_of_rows_keep_their_values_while_the_index_grows() -> None:
     table = table_of()
     store = RowStore(table, range(PARTITIONS))

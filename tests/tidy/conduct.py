@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from tests.tidy.layers import layer_of
-from tests.tidy.source import ROOT, Finding, Source, imports_of
+from tests.tidy.source import ROOT, Finding, Source
 
 FIXED_PORT = re.compile(r"(?:localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1?\]):[1-9]\d+\b")
 """Port 1 is let pass: nobody may bind it, so it stands for an address where nobody answers."""
@@ -55,11 +55,15 @@ def check_mocks(source: Source) -> Iterator[Finding]:
     """Tests run the real code: nothing is mocked or patched."""
     if not source.is_test:
         return
-    for imported in imports_of(source):
+    for imported in source.imports:
         if imported.module in MOCKING or imported.dotted in MOCKING:
             yield Finding(source.path, imported.line, f"{imported.dotted}: run the real code")
     for node in source.nodes:
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "monkeypatch.setattr":
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr == "setattr"
+            and ast.unparse(node.value) == "monkeypatch"
+        ):
             yield Finding(source.path, node.lineno, "monkeypatch.setattr: run the real code")
 
 
@@ -67,7 +71,7 @@ def check_pure_tests(source: Source) -> Iterator[Finding]:
     """Unit, property and simulation tests open no socket and start no process."""
     if not source.path.startswith(PURE_TESTS):
         return
-    for imported in imports_of(source):
+    for imported in source.imports:
         if imported.module.split(".", maxsplit=1)[0] in ("socket", "subprocess"):
             yield Finding(source.path, imported.line, f"imports {imported.module}: integration")
 
@@ -120,8 +124,8 @@ def check_prints(source: Source) -> Iterator[Finding]:
     if not source.is_shipped or layer_of(source.module) == 3:
         return
     for name, node in _with_function(source.tree, ""):
-        is_print = isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
-        if isinstance(node, ast.Call) and is_print and not name.startswith("print_"):
+        is_print = isinstance(node, ast.Call) and _called(node) == "print"
+        if is_print and not name.startswith("print_"):
             yield Finding(source.path, node.lineno, "print in a role; log, or return it")
 
 

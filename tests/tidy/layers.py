@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.tidy.source import Finding, Source, imports_of
+from tests.tidy.source import Finding, Source
 
 PURE_ROOMS = {
     "ps_runtime.http2.protocol",
@@ -62,7 +62,7 @@ def check_layers(source: Source) -> Iterator[Finding]:
     if not source.is_shipped:
         return
     layer = layer_of(source.module)
-    for imported in imports_of(source):
+    for imported in source.imports:
         for message in _breaches(source, layer, imported.module, imported.dotted):
             yield Finding(source.path, imported.line, message)
 

@@ -43,6 +43,11 @@ class Source:
         """All nodes of its tree."""
         return tuple(ast.walk(self.tree))
 
+    @cached_property
+    def imports(self) -> tuple[Import, ...]:
+        """Imports at run time, at any depth: what only annotations need is left out."""
+        return tuple(_imports_below(self.tree))
+
     @property
     def module(self) -> str:
         """The dotted name under which the file is imported."""
@@ -120,20 +125,15 @@ class Import:
         return f"{self.module}.{self.name}" if self.name else self.module
 
 
-def imports_of(source: Source) -> Iterator[Import]:
-    """What the file imports at run time, at any depth: what only annotations need is left out."""
-    for node in _run_time_nodes(source.tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(alias.name, "", node.lineno)
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                yield Import(node.module or "", alias.name, node.lineno)
-
-
-def _run_time_nodes(node: ast.AST) -> Iterator[ast.AST]:
+def _imports_below(node: ast.AST) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
-            continue
-        yield child
-        yield from _run_time_nodes(child)
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(alias.name, "", child.lineno)
+        elif isinstance(child, ast.ImportFrom):
+            for alias in child.names:
+                yield Import(child.module or "", alias.name, child.lineno)
+        elif isinstance(child, ast.expr):
+            continue  # no import is in one
+        elif not isinstance(child, ast.If) or not ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            yield from _imports_below(child)

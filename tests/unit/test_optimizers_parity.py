@@ -240,6 +240,7 @@ def test_exact_kernels_equal_torch_however_the_table_is_cut(case: Case, dtype: t
             assert torch.equal(shards.values(), expected), f"step {clock}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("absent", [False, True], ids=["all", "absent"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -274,6 +275,7 @@ def test_fast_kernels_do_not_depend_on_the_presence_of_neighbours() -> None:
     assert torch.equal(alone.values()[: last.offset], untouched[: last.offset])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", list(Kernels))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_many_absent_tensors_in_one_block_are_each_by_themselves(
