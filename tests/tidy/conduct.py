@@ -124,8 +124,9 @@ def check_prints(source: Source) -> Iterator[Finding]:
     if not source.is_shipped or layer_of(source.module) == 3:
         return
     for name, node in _with_function(source.tree, ""):
-        is_print = isinstance(node, ast.Call) and _called(node) == "print"
-        if is_print and not name.startswith("print_"):
+        if not isinstance(node, ast.Call) or name.startswith("print_"):
+            continue
+        if _called(node) == "print":
             yield Finding(source.path, node.lineno, "print in a role; log, or return it")
 
 
