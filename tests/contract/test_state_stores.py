@@ -6,8 +6,6 @@ Another store is one more entry of `STORES`: how it is opened, and how a fault i
 from __future__ import annotations
 
 import os
-import resource
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +19,7 @@ import pytest
 from ps_core.errors import InvalidJournal, Recovering
 from scheduler.edge.sqlite_store import FILE_NAME, SqliteStore
 from scheduler.journal.state_store import StateStore
+from tests.file_limits import no_file_above
 
 
 @dataclass(frozen=True)
@@ -51,15 +50,8 @@ def _spoil_sqlite(place: Path) -> None:
 @contextmanager
 def _full(place: Path) -> Iterator[None]:
     """No file of this process grows: as on a full disk, a write fails in the middle."""
-    largest = max(path.stat().st_size for path in place.iterdir())
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, before[1]))
-    try:
+    with no_file_above(max(path.stat().st_size for path in place.iterdir())):
         yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 STORES = {

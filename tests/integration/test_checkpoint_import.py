@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch import nn
 
 import ps_worker as ps
 from ps_runtime.checkpoint.store import resolve
+from tests.file_limits import no_file_above
 from tests.integration.command_line import run_here
 from tests.integration.resumed_training import DEADLINE_S, Recipe, together, train
 
@@ -62,17 +61,6 @@ def imported(tmp_path: Path, file: Path, *options: str) -> str:
     assert ended.returncode == 0, ended.stderr
     assert str(root / "00000001-imported") in ended.stdout
     return str(root)
-
-
-@contextmanager
-def no_file_above(byte_count: int) -> Iterator[None]:
-    """Writes beyond that fail, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (byte_count, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_leaves_no_half_file_and_the_next_attempt_succeeds(tmp_path: Path) -> None:

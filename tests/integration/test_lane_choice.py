@@ -158,7 +158,7 @@ with ps.connect(sys.argv[1], request_deadline_s=20.0) as client:
 def test_a_process_that_may_make_no_large_file_sends_bytes(cluster: LaneCluster) -> None:
     """Its ring cannot be reserved: one line says so, and training goes on."""
     done = subprocess.run(
-        [sys.executable, "-c", LIMITED, cluster.address],
+        [sys.executable, "-B", "-c", LIMITED, cluster.address],  # it keeps no cut bytecode
         capture_output=True,
         text=True,
         timeout=60,

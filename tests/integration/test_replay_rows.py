@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -17,6 +15,7 @@ import pytest
 import safetensors.torch
 
 from ps_server.update_log.format import HEAD_BYTES, MAGIC, FrameKind, frame_bytes, head_at, packed
+from tests.file_limits import NO_BYTECODE, limiting
 from tests.integration.command_line import environment, run, run_here
 from tests.integration.logged_rows import (
     AFTER,
@@ -322,11 +321,10 @@ def test_one_servers_log_is_not_the_whole_table(logged: LoggedRows, tmp_path: Pa
 def test_a_disk_that_is_full_is_said(logged: LoggedRows, tmp_path: Path) -> None:
     """Of the rows on their way, and of the file itself; neither is left."""
     for most in (4096, 16_384):
-        limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (most, most))
         ended = subprocess.run(
             [sys.executable, "-m", "ps_cli", "replay", logged.logs, "--export", "model"],
-            cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False,
-            preexec_fn=limit,
+            cwd=tmp_path, env=environment() | NO_BYTECODE, capture_output=True, text=True,
+            check=False, preexec_fn=limiting(most),
         )  # fmt: skip
         assert ended.returncode == 2, ended.stdout
         assert complaints(ended.stderr) == "pushpull: model cannot be written: File too large\n"

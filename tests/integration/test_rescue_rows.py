@@ -5,12 +5,10 @@ client pulls.
 from __future__ import annotations
 
 import contextlib
-import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ import safetensors.torch
 import ps_worker as ps
 from ps_runtime.cluster import wire
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
+from tests.file_limits import NO_BYTECODE, limiting
 from tests.integration.command_line import environment, run_here
 from tests.integration.raw_wire import check_error
 from tests.integration.rescued_rows import kept_file, rescued, rows_in
@@ -216,11 +215,10 @@ def test_a_disk_that_is_full_is_said(
     table = client.create_embedding("filling", LONG, optimizer=ps.SGD(lr=1.0))
     push(client, table, range(50))
     kept = kept_file(tmp_path / "kept.json", cluster.address)
-    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (500_000, 500_000))
     ended = subprocess.run(
         [sys.executable, "-m", "ps_cli", "checkpoint", "rescue", kept, "saved"],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False,
-        preexec_fn=limit,
+        cwd=tmp_path, env=environment() | NO_BYTECODE, capture_output=True, text=True, check=False,
+        preexec_fn=limiting(500_000),
     )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (
         2, "pushpull: saved cannot be written: File too large\n",

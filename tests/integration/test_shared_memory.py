@@ -157,7 +157,7 @@ def test_without_memory_a_segment_is_refused_when_it_is_made() -> None:
         "    print(error.errno, before == os.listdir('/proc/self/fd'))\n"
     )
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
-    command = [sys.executable, "-c", source]
+    command = [sys.executable, "-B", "-c", source]  # it keeps no cut bytecode
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     assert said.stdout.split() == [str(errno.EFBIG), "True"]
 

@@ -7,11 +7,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import resource
-import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +26,7 @@ from ps_server.lane.lane_socket import SharedLanes
 from ps_server.stores import Shards
 from ps_server.update_log.directory import LogDirectory, segments_in
 from ps_server.update_log.recovery import read_log
+from tests.file_limits import no_file_above
 from tests.unit.logged_server import KERNELS, LoggedServer, Setting, recovered
 from tests.unit.power_cut import RecordingDisk, restart_after
 
@@ -149,26 +146,13 @@ def test_a_part_that_was_not_synced_is_not_finished_by_asking_again(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-@contextmanager
-def room_for(byte_count: int) -> Iterator[None]:
-    """No file gets longer than that; a write that would is short, and the next one fails."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (byte_count, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
 @pytest.mark.parametrize("payload", [bytes(5000), np.zeros(1250, np.float32).data])
 def test_a_write_that_is_short_is_gone_on_with_or_fails(tmp_path: Path, payload: Payload) -> None:
     descriptor = DISK.create(tmp_path / "file")
-    with room_for(3000), pytest.raises(OSError, match="File too large"):
+    with no_file_above(3000), pytest.raises(OSError, match="File too large"):
         DISK.write(descriptor, payload, 0)
     assert (tmp_path / "file").stat().st_size == 3000
-    with room_for(3000), pytest.raises(OSError, match="File too large"):
+    with no_file_above(3000), pytest.raises(OSError, match="File too large"):
         DISK.write_all(descriptor, [bytes(2000), bytes(2000)], 0)
     assert DISK.write_all(descriptor, [bytes(2000), bytes(2000)], 0) == 4000
     DISK.close(descriptor)
@@ -178,7 +162,7 @@ def test_a_workers_part_that_does_not_fit_leaves_nothing_there(tmp_path: Path) -
     tensors = {"w": WorkerTensor("F32", (1000,), bytes(4000))}
     part = (1, "c"), StoredWorker(rank=0, clock=1, state={})
     with (
-        room_for(3000),
+        no_file_above(3000),
         pytest.raises(InvalidCheckpoint, match="cannot be written: File too large"),
     ):
         write_worker_part(tmp_path / "part", *part, tensors)

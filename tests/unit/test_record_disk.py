@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import resource
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from ps_server.rows.row_tier import RowTier
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore
 from tests.deferred_disk import DeferredDisk
+from tests.file_limits import no_file_above
 
 SIZE = 24
 SCATTERED = np.array([0, 1, 2, 7, 9, 10, 40, 1000, 1001, 5000])
@@ -71,15 +71,11 @@ def test_a_write_to_a_full_disk_raises_what_the_system_says(file: RecordFile) ->
     """The records that were written before are read as before."""
     written = drawn(40)
     file.write(written, np.arange(40))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
+    with no_file_above(1000):
         for positions in (np.array([41]), np.arange(30, 60), np.array([30, 900])):
             with pytest.raises(OSError, match="File too large") as raised:
                 file.write(drawn(len(positions)), positions)
             assert raised.value.errno == errno.EFBIG
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert np.array_equal(read(file, np.arange(30), 30), written[:30])
 
 
