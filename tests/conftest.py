@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--sim-seeds",
         type=int,
-        default=4,
+        default=2,
         help="how many seeds each simulation runs, from 0 up (default: %(default)s)",
     )
     group.addoption("--sim-seed", type=int, default=None, help="run this seed alone")

@@ -126,6 +126,7 @@ def test_a_loader_with_processes_fetches_ahead(workers: list[ps.Client]) -> None
     assert seen == dict.fromkeys(range(SAMPLES), 1)
 
 
+@pytest.mark.slow
 def test_each_pass_has_an_order_of_its_own(workers: list[ps.Client]) -> None:
     name = f"model-{next(_names)}"
 
