@@ -58,14 +58,14 @@ test: $(READY) ## Run the quick tests, which need pip packages only, on up to fo
 thorough: $(READY) ## Run the tests that take longest, which `make check` leaves out, on up to four cores
 	$(BIN)/python -m pytest $(PARALLEL) -m thorough $(FAST_TESTS) tests/system
 
-check: lint images ## All that CI runs: lint, the tests but for the longest, the simulator's seeds, demo, system tests
+check: lint ## All that CI runs: lint, the tests but for the longest, the simulator's seeds, demo, system tests
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not thorough' $(filter-out tests/sim,$(FAST_TESTS)) tests/sim/test_mutants.py
 	$(MAKE) sim SEEDS=20
 	$(MAKE) demo
 	$(MAKE) system-deps
 	$(MAKE) test-system
 
-images: ## Build the container images; `make check --jobs=2` does it while packages are installed and code is linted
+images: ## Build the container images; `make --jobs=2 check images` does it beside the installation and lint
 	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; echo "building the container images"; \
 	SERVERS=1 WORKERS=1 $(COMPOSE) build >"$$log" 2>&1 || { cat "$$log" >&2; exit 1; }
 

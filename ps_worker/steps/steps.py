@@ -202,10 +202,7 @@ class TableStep:
         sink.open_step(table, clock, future)
 
     def push_blocks(
-        self,
-        blocks: Iterable[BlockValues],
-        *,
-        eager: Hyperparameters | None = None,
+        self, blocks: Iterable[BlockValues], *, eager: Hyperparameters | None = None
     ) -> None:
         """Send blocks, in this order; a second push of a block in this step replaces the first.
         Never blocks: the window bounds the bytes in flight, not those handed over.

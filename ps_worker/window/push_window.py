@@ -283,7 +283,7 @@ _SAYS_RECEIVED, _SAYS_COMMITTED = ReplyKind.RECEIVED, ReplyKind.COMMITTED
 _SAYS_CREDIT, _APPLIED = ReplyKind.CREDIT, Outcome.APPLIED
 
 _Queued = tuple[int, PushEntry]
-"""Priority, number, entry. Numbers differ between entries, so entries are never compared."""
+"""Number, entry. Numbers differ between entries, so entries are never compared."""
 
 
 class PushWindow:
