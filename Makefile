@@ -60,7 +60,7 @@ thorough: $(READY) ## Run the tests that take longest, which `make check` leaves
 
 check: lint ## All that CI runs: lint, the tests but for the longest, the simulator's seeds, demo, system tests
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not thorough' $(filter-out tests/sim,$(FAST_TESTS)) tests/sim/test_mutants.py
-	$(MAKE) sim SEEDS=20
+	$(MAKE) sim SEEDS=10
 	$(MAKE) demo
 	$(MAKE) system-deps
 	$(MAKE) test-system

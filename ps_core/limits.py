@@ -55,12 +55,21 @@ def most_pulled_rows(row_bytes: int) -> int:
     return min(MAX_ROW_COUNT, MAX_PULLED_ROW_BYTES // row_bytes)
 
 
-DEFAULT_PARTITION_COUNT = 16
-"""Partitions of a table of rows. Each costs a push as much as a block, and a server has whole ones:
-so a cluster of more servers than this needs more.
+LEAST_DEFAULT_PARTITION_COUNT, PARTITIONS_PER_SERVER = 8, 4
+"""Partitions of a table of rows whose creator names no number. Each costs a push as much as a
+block, and a server has whole ones: several, so that all have nearly as many.
 """
 
 MAX_PARTITION_COUNT = 4096
+
+
+def default_partition_count(server_count: int) -> int:
+    """The partitions of a table of rows whose creator names no number, in a cluster of so many
+    servers.
+    """
+    wanted = max(LEAST_DEFAULT_PARTITION_COUNT, PARTITIONS_PER_SERVER * server_count)
+    return min(wanted, MAX_PARTITION_COUNT)
+
 
 MAX_HOT_ROW_COUNT = 16
 """The hottest rows of a range that its server names."""

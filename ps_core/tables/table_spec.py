@@ -103,13 +103,14 @@ class RowsSpec:
     no table before its first update. `seed` is that of the values that it has until then.
 
     Attributes:
+        partition_count: 0, where the scheduler is to choose; a table that exists has some.
         max_row_count: rows of the whole table; each partition has its share. 0: any number.
         evict_after: a row is evicted that so many updates of its partition had no gradient of.
         admit_after: a row is made by the so manieth update of its partition with a gradient of it.
         storage: of the values; each update rounds what it has changed.
     """
 
-    partition_count: int = limits.DEFAULT_PARTITION_COUNT
+    partition_count: int = 0
     seed: int = 0
     max_row_count: int = 0
     eviction: Eviction = Eviction.LRU
@@ -120,7 +121,7 @@ class RowsSpec:
     def check(self, table: str) -> None:
         """InvalidConfig if a value is out of bounds, or does nothing."""
         for name, low, high in (
-            ("partition_count", 1, limits.MAX_PARTITION_COUNT),
+            ("partition_count", 0, limits.MAX_PARTITION_COUNT),
             ("seed", 0, 2**64 - 1),
             ("max_row_count", 0, 2**63 - 1),
             ("evict_after", 0, limits.MAX_ROW_AGE_COUNT),

@@ -84,7 +84,7 @@ _OPTIMIZER = (
     "nesterov", "amsgrad", "centered", "maximize", "custom_update", "inner_steps", "fragment_count",
 )  # fmt: skip
 _SPEC = ("name", "element_count", "block_elements", "allow_non_finite", "gate_bytes")
-_ROWS = ("seed", "max_row_count", "evict_after")
+_ROWS = ("partition_count", "seed", "max_row_count", "evict_after")
 _CHANGE = ("number", "after_clock", "checkpoint", "is_decided")
 _VIEW = (
     "view_number", "cluster_id", "worker_count", "server_count", "finished", "restored_from",
@@ -251,7 +251,7 @@ def _rows_to_proto(rows: RowsSpec) -> types_pb2.RowsSpec:
     return _copy(
         types_pb2.RowsSpec,
         rows,
-        (*_ROWS, "partition_count", "admit_after"),
+        (*_ROWS, "admit_after"),
         eviction=_EVICTIONS[rows.eviction],
         storage=_STORAGES[rows.storage],
     )
@@ -298,7 +298,6 @@ def _rows_from_proto(message: types_pb2.TableSpec) -> RowsSpec | None:
         RowsSpec,
         rows,
         _ROWS,
-        partition_count=rows.partition_count or limits.DEFAULT_PARTITION_COUNT,
         eviction=_known(_EVICTION_OF, rows.eviction, "eviction"),
         admit_after=rows.admit_after or 1,
         storage=_known(_STORAGE_OF, rows.storage, "storage"),

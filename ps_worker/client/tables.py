@@ -179,8 +179,9 @@ class ClientTables:
                 without a gradient of the row.
             init (RowsInitial, Zeros()): `Zeros()`, `Constant(value)`, `Uniform(scale)` or
                 `Normal(scale)`.
-            partitions (int, 16): the parts that the servers share out; more servers than these
-                have nothing to do. Fixed for the life of the table.
+            partitions (int, 0): the parts that the servers share out; more servers than these
+                have nothing to do. Fixed for the life of the table. 0: those of the table, if
+                it is there; a new one has 4 for each server, and 8 at least.
             seed (int, 0): of the initial values.
             max_rows (int, 0): the most rows of the table, 0 for any number. Beyond them, rows are
                 evicted: they read as their initial values again, and their optimizer state is gone.

@@ -212,7 +212,7 @@ ROWS_DEFAULTS: dict[str, Any] = {
     **{
         name: TABLE_DEFAULTS[name] for name in TABLE_DEFAULTS if name in RowsOptions.__annotations__
     },
-    "partitions": limits.DEFAULT_PARTITION_COUNT,
+    "partitions": 0,
     "seed": 0,
     "max_rows": 0,
     "eviction": "lru",

@@ -353,8 +353,9 @@ class Cluster:
     ) -> Decision[Created | Parked]:
         """Create a table, find the identical one, or park the creation until there are servers."""
         self.caller(session, "CreateTable")
+        spec = self._tables.with_partitions(spec.validated(), session.run)
         spec = update_offers.completed(
-            spec.validated(), self._state, lambda server: self.members.describe(server, now_s)
+            spec, self._state, lambda server: self.members.describe(server, now_s)
         )
         existing = self._tables.find(spec, session.run)
         if existing is not None:

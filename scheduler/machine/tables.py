@@ -66,6 +66,23 @@ class TableCatalogue:
             raise TableExists(f"table '{spec.name}' exists and differs: its {difference}")
         return existing
 
+    def with_partitions(self, spec: TableSpec, run: str) -> TableSpec:
+        """The spec with a number of partitions, where its creator names none: that of the run's
+        table of this name, that of the checkpoint's, or as many as the servers want.
+        """
+        if spec.rows is None or spec.rows.partition_count:
+            return spec
+        state, checkpoint = self._state, self._settings.restored
+        saved = {} if run or checkpoint is None else checkpoint.tables
+        known = state.tables.get((run, spec.name)) or saved.get(spec.name)
+        if known is not None and known.spec.rows is not None:
+            count = known.spec.rows.partition_count
+        else:
+            servers = [node for node in state.nodes_of(Role.SERVER) if node.state.is_member]
+            server_count = max(self._settings.server_count, len(servers))
+            count = limits.default_partition_count(server_count)
+        return replace(spec, rows=replace(spec.rows, partition_count=count))
+
     def check_replicable(self, spec: TableSpec) -> None:
         """Raise InvalidConfig for a custom update where there are replicas or update logs."""
         if spec.optimizer.kind is not OptimizerKind.CUSTOM:

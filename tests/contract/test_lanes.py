@@ -318,6 +318,7 @@ def test_parts_are_read_as_the_whole_is(team: Team) -> None:
         assert equal(client.pull(table, slice="b"), whole[-600:].reshape(20, 30))
 
 
+@pytest.mark.thorough
 def test_consistent_reads_keep_up_with_training(team: Team) -> None:
     """A reader that asks for one clock of all ranges gets it, however fast the clock moves on: here
     in less time than it takes to copy the table, at the block that is copied last.

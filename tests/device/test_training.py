@@ -75,6 +75,7 @@ def test_sgd_gives_the_bits_that_it_gives_on_the_cpu(
         pair.check_bits(step)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("parts", "saved_at"),
     [
@@ -130,6 +131,7 @@ def test_adam_gives_what_it_gives_on_the_cpu(
     pair.check_close(tolerance)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("consistency", [ps.BSP(), ps.ASP()], ids=["bsp", "asp"])
 @pytest.mark.parametrize("mode", ["sealed", "eager"])
 def test_each_mode_trains(
@@ -196,6 +198,7 @@ def test_mixed_precision_scales_and_skips(
     pair.check_close(1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("set_to_none", [True, pytest.param(False, marks=pytest.mark.racing)])
 def test_gradients_may_be_zeroed_either_way(
     client: ps.Client, model: Any, name: str, set_to_none: bool
@@ -262,6 +265,7 @@ def test_a_model_may_be_partly_on_the_cpu(
     assert {parameter.device.type for parameter in pair.model.parameters()} == {"cpu", device.type}
 
 
+@pytest.mark.thorough
 def test_reduced_gradients_come_back_to_the_device(
     client: ps.Client, device: torch.device, model: Any, name: str
 ) -> None:
@@ -273,6 +277,7 @@ def test_reduced_gradients_come_back_to_the_device(
     pair.check_close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("buffers", ["rank0", "mean"])
 def test_running_statistics_are_shared(
     client: ps.Client, device: torch.device, name: str, buffers: str
@@ -307,6 +312,7 @@ def pool() -> Iterator[Pool]:
     pool.stop()
 
 
+@pytest.mark.thorough
 def test_workers_on_a_device_have_the_same_bits(pool: Pool, device: torch.device) -> None:
     with (
         ps.local_cluster(servers=2, workers=2) as cluster,

@@ -13,7 +13,7 @@ from tests.idioms.kit import IDIOMS, Idiom
 from tests.idioms.table import Comparison, comparison
 from tests.integration.framework_jobs import IMPORTED
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 THEIRS = [found for found in IDIOMS if found.is_of_framework]
 

@@ -167,7 +167,7 @@ class _Eager:
         return iter(list(self._batches))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_goes_on_where_it_was_with_another_number_of_workers(tmp_path: Path) -> None:
     """Each sample of a pass is trained on once, before the checkpoint or after it."""
     root = str(tmp_path)

@@ -114,6 +114,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_torch_file_starts_any_optimizer_as_if_the_script_had_loaded_it(
     tmp_path: Path, kind: str

@@ -48,6 +48,7 @@ class Script:
             self._client.save_point()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("worker_count", [1, 2])
 def test_the_last_step_has_two_and_both_are_waited_for(tmp_path: Path, worker_count: int) -> None:
     """The second is asked for while the first is written, and no step follows. Who knows already

@@ -270,7 +270,7 @@ def root(three_checkpoints: Path, tmp_path: Path) -> Path:
     return shutil.copytree(three_checkpoints, tmp_path / "checkpoints")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_bad_one_is_passed_over_for_the_newest_good_one(root: Path) -> None:
     _, good, bad = sorted(path for path in root.iterdir() if path.is_dir())
     (part,) = bad.glob("server-*")

@@ -60,7 +60,7 @@ def script(tmp_path: Path) -> Callable[[str], str]:
     return write
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_digits_train_from_another_folder_and_nothing_is_left(tmp_path: Path) -> None:
     # A user's own scheduler.py must not be taken for ours.
     (tmp_path / "scheduler.py").write_text("raise SystemExit('the wrong scheduler')\n")

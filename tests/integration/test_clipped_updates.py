@@ -81,6 +81,7 @@ def test_the_mean_is_clipped_as_in_one_process(workers: list[ps.Client], kind: s
         torch.testing.assert_close(histories[0][-1][name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lane", ["grpc", "shm"])
 def test_servers_blocks_and_lanes_change_no_bit(lane: str) -> None:
     """Blocks to the precision of a float64, which these gradients do not feel."""

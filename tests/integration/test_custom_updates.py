@@ -240,6 +240,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("consistency", SETTINGS)
 def test_it_works_under_every_consistency(team: Team, consistency: str) -> None:
     ours, theirs = team.tables("plain", consistency), team.tables("", consistency)

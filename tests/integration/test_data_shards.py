@@ -94,6 +94,7 @@ def client() -> Iterator[ps.Client]:
         yield client
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("processes", [0, 2])
 def test_each_pass_has_every_sample_once(processes: int) -> None:
     """The last shard is smaller, so a batch may have samples of two."""
@@ -188,6 +189,7 @@ def test_a_worker_trains_on_what_it_has_while_no_scheduler_answers() -> None:
     assert (told.pass_number, told.reissued_count) == (1, 0)
 
 
+@pytest.mark.thorough
 def test_a_restored_run_goes_on_with_the_shards_that_were_not_done(tmp_path: Path) -> None:
     root = str(tmp_path / "checkpoints")
     with ps.local_cluster(1, 1, checkpoint_url=root) as cluster, ExitStack() as stack:

@@ -193,6 +193,7 @@ def test_where_no_step_is_all_workers_an_edit_is_refused(
     assert (found[1][0], found[1][3]) == ("", ["", "", ""])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("consistency", ["bsp", "ssp:2", "asp"])
 @pytest.mark.parametrize("edit", jobs.EDITS)
 def test_a_worker_alone_may_edit_in_every_setting(

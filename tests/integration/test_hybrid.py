@@ -203,6 +203,7 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return url, runs
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_has_both_halves(pool: Pool, saved: Saved) -> None:
     """The one of bags evicts rows, and pulls them ahead; a reader has them, too."""
     url, runs = saved

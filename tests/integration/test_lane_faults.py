@@ -259,6 +259,7 @@ def test_what_a_broken_stream_carried_arrives_once(wire: CutWire, lane: str) -> 
         wire.go_on()
 
 
+@pytest.mark.thorough
 def test_a_read_that_waits_survives_the_end_of_its_stream(wire: CutWire) -> None:
     """It asked for values in memory that its connection had not been lent yet."""
     with worker(wire.cluster, "shm") as client:

@@ -224,6 +224,7 @@ def test_a_local_cluster_ends_after_a_checkpoint_that_nobody_waits_for(tmp_path:
         assert reader.manifest.reason == "mine"
 
 
+@pytest.mark.thorough
 def test_a_scheduler_that_makes_no_last_one_waits_for_one_that_was_asked_for(
     tmp_path: Path,
 ) -> None:

@@ -206,6 +206,7 @@ def test_a_cluster_of_nobody_is_refused(servers: int, workers: int) -> None:
         local_cluster(servers=servers, workers=workers)
 
 
+@pytest.mark.thorough
 def test_a_local_cluster_serves_and_ends_with_its_block() -> None:
     with local_cluster(servers=2, workers=1) as cluster:
         pids = cluster.process_ids

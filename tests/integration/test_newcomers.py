@@ -156,7 +156,7 @@ def test_a_third_worker_joins_two_that_train(cluster: LaneCluster, consistency: 
         _close(clients)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("count", [1, 2])
 def test_models_stay_equal_when_workers_join_under_bsp_with_a_schedule(

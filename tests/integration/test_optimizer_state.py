@@ -108,6 +108,7 @@ def other_state(adam: StateDict) -> StateDict:
     return dict(other)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)], ids=str)
 def test_ranks_that_load_different_state_are_told_and_nothing_changes(
     workers: Workers, adam: StateDict, ranks: tuple[int, ...]

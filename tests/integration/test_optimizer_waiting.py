@@ -376,6 +376,7 @@ def test_an_evaluator_reads_one_clock_of_all_tables_while_training_goes_on(
     assert seen == sorted(seen)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_data_loaders_with_processes_do_not_hang(client: ps.Client, method: str) -> None:
     model = nn.Linear(12, 2)

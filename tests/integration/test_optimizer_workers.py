@@ -140,6 +140,7 @@ def test_sum_is_not_divided(workers: Workers) -> None:
     check_all_equal([history[0] for history in histories], histories[0][0])
 
 
+@pytest.mark.thorough
 def test_aggregate_runs_any_torch_optimizer_alike_on_all(workers: Workers) -> None:
     expected = in_one_process(4, lambda p: torch.optim.NAdam(p, lr=0.05), branched)
     histories = workers.run(jobs.train_aggregate, name="aggregate", steps=4)

@@ -133,7 +133,7 @@ def test_one_that_comes_within_a_step_has_the_state_after_it(tmp_path: Path) -> 
             assert is_same(own, theirs)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_pseudo_gradient_counts_from_what_its_worker_pulled(tmp_path: Path) -> None:
     """ASP: the checkpoint has what another worker pushed meanwhile. Each inner step moves every
     parameter by -1: two of this worker, and two of the other.

@@ -168,6 +168,7 @@ def test_all_reads_get_the_bits_that_they_get_without_it(
         assert differing(each, found[-1]) == []
 
 
+@pytest.mark.thorough
 def test_two_optimizers_of_one_module_await_what_each_trains(clients: list[ps.Client]) -> None:
     def both(client: ps.Client, *, overlaps: bool) -> dict[str, torch.Tensor]:
         model = made(Plain)
@@ -346,6 +347,7 @@ def test_a_model_may_change_its_consistency_while_values_are_on_their_way(
         assert all(torch.isfinite(value).all() for value in each.values())
 
 
+@pytest.mark.thorough
 def test_workers_that_disagree_are_told_by_the_step() -> None:
     """Its seal would wait for ever; the refusal of its pull says why."""
 

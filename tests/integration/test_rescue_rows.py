@@ -185,6 +185,7 @@ def test_a_partition_that_changes_meanwhile_is_read_anew(
     assert found == {row_id: pulled[row_id].tobytes() for row_id in found}
 
 
+@pytest.mark.thorough
 def test_one_that_never_rests_is_refused_with_the_remedy(
     changing: tuple[str, ps.Client, ps.TableHandle], tmp_path: Path
 ) -> None:
@@ -209,6 +210,7 @@ def test_one_that_never_rests_is_refused_with_the_remedy(
 # --- what goes wrong
 
 
+@pytest.mark.thorough
 def test_a_disk_that_is_full_is_said(
     cluster: ps.LocalCluster, client: ps.Client, tmp_path: Path
 ) -> None:

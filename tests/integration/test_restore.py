@@ -108,6 +108,7 @@ def test_what_is_no_good_checkpoint_changes_nothing(tmp_path: Path) -> None:
         assert np.array_equal(np.asarray(client.push_pull(table, ONES)), -2 * ONES)
 
 
+@pytest.mark.thorough
 def test_nothing_of_the_timeline_before_stays_in_memory(tmp_path: Path) -> None:
     """What is shared has no name: only whoever has it can let go of it."""
     with ps.local_cluster(1, 1, checkpoint_url=str(tmp_path / "checkpoints")) as cluster:

@@ -133,6 +133,7 @@ def test_the_launcher_starts_ours_where_a_user_has_a_scheduler_on_the_path(folde
         assert launcher.wait_ready(launcher.start(role), DEADLINE_S).address
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("module", ["scheduler", "ps_server", "ps_worker"])
 def test_python_m_is_still_the_role(module: str, tmp_path: Path) -> None:
     run = subprocess.run(

@@ -241,6 +241,7 @@ def test_a_killed_server_leaves_nobody_with_old_values(
         assert poll() == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lane", ["grpc", pytest.param("shm", marks=pytest.mark.second_lane)])
 def test_a_restore_brings_everything_as_it_was(tmp_path: Path, lane: str) -> None:
     with ps.local_cluster(2, 1, checkpoint_url=str(tmp_path)) as cluster:

@@ -113,6 +113,7 @@ def test_a_killed_server_comes_back_with_all_that_was_committed(scene: Scene) ->
             progress(loads)
 
 
+@pytest.mark.thorough
 def test_a_killed_server_comes_back_with_its_rows(scene: Scene) -> None:
     """Whole numbers: each sum is exact."""
     adds = ps.SGD(lr=1.0, maximize=True)
@@ -178,6 +179,7 @@ def test_all_servers_may_be_killed_at_once(scene: Scene) -> None:
             scene.cluster.start_again(server)
 
 
+@pytest.mark.thorough
 def test_a_server_whose_log_takes_no_more_ends_and_has_lost_nothing(scene: Scene) -> None:
     """As on a full disk: what the log does not take is answered to nobody."""
     server = scene.cluster.living[0]

@@ -94,6 +94,7 @@ def launcher() -> Iterator[Launcher]:
         yield launcher
 
 
+@pytest.mark.thorough
 def test_two_servers_with_different_versions_do_not_join_one_cluster(
     launcher: Launcher, tmp_path: Path
 ) -> None:

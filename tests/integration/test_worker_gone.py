@@ -279,6 +279,7 @@ def join_and_wait(address: str, lane: str, consistency: str, pipe: Connection) -
     signal.pause()
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_a_table_whose_rank_zero_died_before_it_assigned_says_so(cluster: LaneCluster) -> None:
     with victim(cluster, "auto", "bsp", join_and_wait) as dying:

@@ -147,6 +147,7 @@ def test_the_reduced_gradient_is_clipped(workers: Workers) -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("buffers", ["rank0", "mean"])
 def test_buffers_are_shared_as_ever(workers: Workers, buffers: str) -> None:
     found = workers.run(jobs.train_normed, name=f"g {buffers}", groups=PAIRS, buffers=buffers)
@@ -155,6 +156,7 @@ def test_buffers_are_shared_as_ever(workers: Workers, buffers: str) -> None:
     torch.testing.assert_close(found[0], ungrouped[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_parameters_that_are_unfrozen_and_groups_that_come_later(workers: Workers) -> None:
     found = workers.run(jobs.unfreeze, name="unfrozen", groups=PAIRS)
     ungrouped = workers.run(jobs.unfreeze, name="unfrozen alone", groups=NONE)
@@ -187,6 +189,7 @@ def test_an_overflow_of_one_member_leaves_its_group_out(workers: Workers) -> Non
     assert [scale for _, scale in runs] == [2.0**8, 2.0**9, 2.0**9, 2.0**11]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("edited", [(0, 1, 2, 3), (0,), (2,), (1, 2)], ids=str)
 def test_edits_are_taken_by_all_or_refused(workers: Workers, edited: Sequence[int]) -> None:
     """Whoever of a group makes them."""

@@ -97,6 +97,7 @@ def scripts(tmp_path: Path) -> Iterator[Scripts]:
     scripts.stop()
 
 
+@pytest.mark.thorough
 def test_a_script_that_ends_normally_leaves(cluster: ps.LocalCluster, scripts: Scripts) -> None:
     short = scripts.start(
         TRAINS, "2", "--lr=1", cluster=cluster, PUSHPULL_RANK="1", PUSHPULL_LOG_LEVEL="info"
@@ -224,6 +225,7 @@ SERVES = """
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("by", [(), ("-m", "ps_worker")], ids=["plain", "as a module"])
 def test_a_script_serves_metrics_where_it_is_told(
     cluster: ps.LocalCluster, scripts: Scripts, by: tuple[str, ...]

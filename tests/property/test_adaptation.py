@@ -66,6 +66,7 @@ def test_it_never_leaves_its_bounds_and_every_move_has_a_reason(
         setting = replace(setting, staleness=verdict.staleness)
 
 
+@pytest.mark.thorough
 @given(setting=SETTINGS, start=st.integers(0, 200), share=SHARES)
 def test_it_settles_where_waits_do_not_depend_on_it(
     setting: Consistency, start: int, share: float

@@ -227,6 +227,7 @@ def with_bit_over(content: bytes, name: str, place: float, bit: int) -> tuple[by
     return changed, index
 
 
+@pytest.mark.thorough
 @settings(max_examples=examples(300))
 @given(name=st.sampled_from(FILES), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_a_bit_that_fell_over_is_found(pair: Path, name: str, place: float, bit: int) -> None:

@@ -80,7 +80,7 @@ def test_a_log_record_is_the_same_at_the_other_end(log_record: LogRecord, small_
     assert plain(found) == plain(log_record)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @settings(max_examples=examples(200), deadline=None)
 @given(range_copies(), st.sampled_from([0, SMALL_BYTES]))
 def test_a_snapshot_is_the_same_at_the_other_end(copy: RangeCopy, small_bytes: int) -> None:
@@ -385,7 +385,7 @@ def test_a_snapshot_that_is_not_right_is_refused(messages: list[bytes], text: st
         at.read(last)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_no_byte_breaks_a_reader(data: st.DataObject) -> None:

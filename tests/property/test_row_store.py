@@ -392,7 +392,7 @@ def test_a_penalty_of_a_step_holds_for_all_that_was_learned() -> None:
     assert rows_of(store, [1]) == [np.zeros(LENGTH, np.float32).tobytes()]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @given(
     before=STEPS,
     after=STEPS,

@@ -182,6 +182,7 @@ def json_nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
+@pytest.mark.thorough
 @given(st.recursive(json_leaves, json_nested, max_leaves=15))
 @settings(max_examples=examples(1500), suppress_health_check=[HealthCheck.too_slow])
 @example({"$set": [{"$list": []}]})

@@ -163,7 +163,7 @@ class Both:
         self.tiered.audit()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @given(st.lists(IDS, max_size=3), ACTIONS, POLICIES, KINDS, st.integers(0, 999), st.booleans())
 @settings(max_examples=examples(300))
 def test_rows_on_disk_are_as_rows_in_memory(

@@ -34,7 +34,11 @@ def hot(*pairs: tuple[int, float]) -> list[parameters_pb2.HotRow]:
 
 
 def document() -> HotRowsDocument:
-    tables = [table(1, "users", RowsSpec()), table(2, "dense", None), table(3, "items", RowsSpec())]
+    tables = [
+        table(1, "users", RowsSpec(16)),
+        table(2, "dense", None),
+        table(3, "items", RowsSpec(16)),
+    ]
     response = scheduler_pb2.GetClusterStatusResponse()
     response.view.tables.extend(map(table_to_proto, tables))
     small = stats(3, row_count=5, pulled_count=100, found_count=10, pulled=hot((2**64 - 1, 0.9)))

@@ -13,7 +13,7 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId
 from ps_core.tables.elements import DType, Initializer, InitializerKind
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
-from ps_core.tables.table_spec import TensorSpec
+from ps_core.tables.table_spec import RowsSpec, TensorSpec
 from ps_runtime.cluster import wire
 from scheduler.machine import view_size
 from scheduler.machine.cluster import Cluster, Created, Parked
@@ -107,6 +107,34 @@ class TestTables:
         spelled_out = replace(SPEC, tensors=(TensorSpec("model", (1_000,), 0),))
         assert harness.create(two, spelled_out) == first
         assert harness.cluster.view == view
+
+    @pytest.mark.parametrize(("server_count", "expected"), [(1, 8), (2, 8), (3, 12)])
+    def test_rows_without_a_number_of_partitions_get_one_by_the_servers_once(
+        self, server_count: int, expected: int
+    ) -> None:
+        """Who comes when there are more servers gets the table as it is."""
+        harness = Harness(server_count=server_count, worker_count=1)
+        worker = harness.join(Role.WORKER)
+        for _ in range(server_count):
+            harness.join(Role.SERVER)
+        rows = replace(SPEC, rows=RowsSpec(), element_count=10, tensors=())
+        first = harness.create(worker, rows)
+        assert isinstance(first, Created)
+        assert first.table.block_count == expected
+        for _ in range(9):
+            harness.join(Role.SERVER)
+        again = harness.create(worker, rows)
+        assert isinstance(again, Created)
+        assert again.table == first.table
+        refused(
+            errors.TableExists,
+            f"its rows.partition_count is {expected}; got 7",
+            by=lambda: harness.create(worker, replace(rows, rows=RowsSpec(7))),
+            of=harness,
+        )
+        other = harness.create(worker, replace(rows, name="later"))
+        assert isinstance(other, Created)
+        assert other.table.block_count == 4 * (server_count + 9)
 
     def test_a_found_table_does_not_wait_for_servers(
         self, full: tuple[Harness, Session, Session, Session, Session]

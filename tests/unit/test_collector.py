@@ -58,6 +58,7 @@ def test_what_has_survived_a_full_collection_is_not_looked_at_again() -> None:
     assert there() is None
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("collector")
 def test_cycles_that_were_never_frozen_go_at_once() -> None:
     gone = [weakref.ref(part) for part in cycles(10)]

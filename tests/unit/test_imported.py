@@ -116,7 +116,7 @@ def test_what_nobody_knows_is_named() -> None:
 
 
 def rows_table(name: str, length: int = 3, dtype: DType = DType.FLOAT32) -> TableSpec:
-    return TableSpec(name, dtype, length, SGD, rows=RowsSpec()).validated()
+    return TableSpec(name, dtype, length, SGD, rows=RowsSpec(16)).validated()
 
 
 def imported_rows(shapes: dict[str, tuple[int, ...]], prefix: str = "") -> Imported:

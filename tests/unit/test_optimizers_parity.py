@@ -240,7 +240,7 @@ def test_exact_kernels_equal_torch_however_the_table_is_cut(case: Case, dtype: t
             assert torch.equal(shards.values(), expected), f"step {clock}"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("absent", [False, True], ids=["all", "absent"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)

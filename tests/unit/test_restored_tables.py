@@ -15,7 +15,7 @@ from ps_core.keys import TableId
 from ps_core.tables.elements import DType, Initializer, InitializerKind
 from ps_core.tables.optimizers import Kernels, OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
-from ps_core.tables.table_spec import Reduction, TableSpec, TensorSpec
+from ps_core.tables.table_spec import Reduction, RowsSpec, TableSpec, TensorSpec
 from scheduler.machine import view_size
 from scheduler.machine.cluster import Created, Parked
 from scheduler.machine.state import Restored, RestoredTable
@@ -60,6 +60,18 @@ def test_a_table_goes_on_at_the_checkpoints_clock_and_a_new_one_begins() -> None
     assert (restored.table.restored_clock, restored.table.change) == (41, None)
     assert other.table.restored_clock is None
     assert cluster.create(worker) == Created(restored.table, cluster.cluster.view.view_number)
+
+
+def test_rows_without_a_number_of_partitions_have_the_checkpoints() -> None:
+    """Of a table of the same run: one of another run begins with its own."""
+    rows = replace(SPEC, rows=RowsSpec(20), element_count=10, tensors=())
+    cluster = with_servers(from_checkpoint(rows))
+    unnumbered = replace(rows, rows=RowsSpec())
+    assert created(cluster, unnumbered).block_count == 20
+    of_a_run = cluster.join(Role.WORKER, run="nightly")
+    other = cluster.create(of_a_run, unnumbered)
+    assert isinstance(other, Created)
+    assert other.table.block_count == 8
 
 
 def test_a_checkpoint_of_clock_zero_is_one_too() -> None:

@@ -288,8 +288,8 @@ def test_a_step_has_at_most_a_messages_rows_of_a_partition() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"rows": RowsSpec(0)}, "partition_count is 0"),
-    ({"rows": RowsSpec(4097)}, "expected 1 to 4096"),
+    ({"rows": RowsSpec(-1)}, "partition_count is -1"),
+    ({"rows": RowsSpec(4097)}, "expected 0 to 4096"),
     ({"rows": RowsSpec(1, 2**64)}, "seed is"),
     ({"rows": RowsSpec(1, -1)}, "seed is -1"),
     ({"rows": RowsSpec(max_row_count=-1)}, "max_row_count is -1"),
@@ -335,7 +335,7 @@ def changed_spec(changed: dict[str, Any]) -> TableSpec:
         "dtype": DType.FLOAT32,
         "element_count": 4,
         "optimizer": OptimizerSpec(OptimizerKind.SGD),
-        "rows": RowsSpec(),
+        "rows": RowsSpec(16),
         **changed,
     }
     return TableSpec(**fields)
@@ -353,7 +353,7 @@ def test_a_setting_that_is_just_within_is_taken(changed: dict[str, Any]) -> None
 
 
 def test_rows_are_drawn_from_0_admitted_at_once_and_kept_unless_it_is_said_otherwise() -> None:
-    plain = RowsSpec()
+    plain = RowsSpec(16)
     assert (plain.seed, plain.admit_after) == (0, 1)
     assert (plain.max_row_count, plain.evict_after) == (0, 0)
 

@@ -53,7 +53,7 @@ def optimizer(kind: OptimizerKind, **fields: object) -> OptimizerSpec:
 
 
 def rows_of(**fields: object) -> RowsSpec:
-    return replace(RowsSpec(), **fields)  # type: ignore[arg-type]  # what a test changes
+    return replace(RowsSpec(16), **fields)  # type: ignore[arg-type]  # what a test changes
 
 
 def refuses(spec: TableSpec, words: str) -> None:
@@ -293,7 +293,7 @@ def test_a_variant_belongs_to_the_optimizers_that_have_it(flag: str, kind: Optim
         fields["custom_update"] = "lion"
     if flag == "nesterov" and kind is OptimizerKind.SGD:
         fields["hyperparameters"] = (("momentum", 0.9),)
-    rows = RowsSpec() if kind in ONLY_ROW_OPTIMIZERS else None
+    rows = RowsSpec(16) if kind in ONLY_ROW_OPTIMIZERS else None
     spec = spec_of(optimizer=optimizer(kind, **fields), rows=rows)
     if kind in HAVE[flag]:
         assert getattr(spec.validated().optimizer, flag) is True
@@ -486,7 +486,7 @@ def test_a_block_of_rows_is_a_partition_and_is_laid_out_as_one_row() -> None:
 @pytest.mark.parametrize(
     ("name", "low", "high"),
     [
-        ("partition_count", 1, limits.MAX_PARTITION_COUNT),
+        ("partition_count", 0, limits.MAX_PARTITION_COUNT),
         ("seed", 0, 2**64 - 1),
         ("max_row_count", 0, 2**63 - 1),
         ("evict_after", 0, limits.MAX_ROW_AGE_COUNT),
@@ -503,7 +503,7 @@ def test_numbers_of_rows_have_bounds(name: str, low: int, high: int) -> None:
 
 
 def test_rows_are_evicted_by_use_where_a_number_of_them_is_given() -> None:
-    by_use = replace(RowsSpec(), eviction=Eviction.LFU)
+    by_use = replace(RowsSpec(16), eviction=Eviction.LFU)
     with pytest.raises(InvalidConfig, match="without max_rows"):
         spec_of(rows=by_use).validated()
     assert spec_of(rows=replace(by_use, max_row_count=1)).validated().rows is not None
@@ -512,7 +512,7 @@ def test_rows_are_evicted_by_use_where_a_number_of_them_is_given() -> None:
 def test_weight_decay_in_a_step_is_refused_by_tables_of_rows_alone() -> None:
     decay = (("weight_decay", 0.1),)
     assert dict(table(10).step_hyperparameters.merged(decay))["weight_decay"] == 0.1
-    of_rows = Table(TableId(1), 0, spec_of(rows=RowsSpec()).validated())
+    of_rows = Table(TableId(1), 0, spec_of(rows=RowsSpec(16)).validated())
     with pytest.raises(InvalidConfig, match="'weight_decay' of sgd is"):
         of_rows.step_hyperparameters.merged(decay)
 

@@ -37,7 +37,7 @@ from ps_runtime.system.capacity import memory_bytes
 ROW_COUNT = 10_000_000
 QUICK_ROW_COUNT = 100_000
 VERBS = ("pull", "push")
-PARTITION_COUNTS = (1, limits.DEFAULT_PARTITION_COUNT)
+PARTITION_COUNTS = (1, limits.default_partition_count(1))
 """One for the one server, and what a table has unless its creator says otherwise."""
 
 _CEILINGS = {"pull": "gather", "push": "add"}
