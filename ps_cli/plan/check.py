@@ -17,7 +17,7 @@ from ps_core.tables.elements import DType
 from ps_runtime.system.capacity import usable_core_count
 
 WORKER_COUNTS = (1, 2, 4)
-MODES = "bsp,asp,bsp+int8,asp+int8"
+MODES = "bsp,asp,bsp+int8,asp+int8,bsp+outer:4"
 COMPUTE = "100ms"
 BACKWARD_SHARE = 0.67
 
@@ -83,7 +83,10 @@ def _checked(count: int, modes: tuple[ComparedMode, ...], costs: Costs) -> list[
         backward_share=BACKWARD_SHARE,
         host_cores=usable_core_count(),
     )
-    settings = [(str(mode.consistency), mode.push_codec, mode.pull_codec) for mode in modes]
+    settings = [
+        (str(mode.consistency), mode.push_codec, mode.pull_codec, mode.outer_steps)
+        for mode in modes
+    ]
     measured = emulated_steps(count, MEASURED_BYTES, COMPUTE, BACKWARD_SHARE, settings)
     return [
         CheckedStep(count, mode, planned_step(cluster, mode, costs).step_s, *found)

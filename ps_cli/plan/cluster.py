@@ -16,6 +16,9 @@ from ps_core.tables.elements import NATIVE_CODEC, Codec, DType
 GB = 1e9
 FLOAT32_BYTES = Codec.FP32.element_bytes
 
+_OUTER_OPTIMIZER = "sgd"
+"""On the servers, where workers have optimizers of their own, whose time is in the computation."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedCluster:
@@ -26,8 +29,9 @@ class PlannedCluster:
         latency_s: a message there and back in the network.
         element_count: the model's parameters.
         dtype: the model's.
-        optimizer: on the servers.
-        compute: the time of forward and backward in each step, by worker and clock.
+        optimizer: on the servers, unless there are outer steps.
+        compute: the time of forward and backward in each step, by worker and clock; with outer
+            steps also that of the worker's optimizer.
         backward_share: the last part of it, in which the gradients leave, evenly.
         replica_count: servers that hold each range.
         host_cores: cores of the one host on which all roles are; 0: each has a host of its own.
@@ -85,7 +89,9 @@ class StepLoad:
 
 
 def load_of(cluster: PlannedCluster, mode: ComparedMode, costs: Costs) -> StepLoad:
-    """The load of a step under `mode`; InvalidConfig if the costs lack its codec or optimizer."""
+    """The load of a step under `mode`, or of an outer step; InvalidConfig if the costs lack its
+    codec or optimizer.
+    """
     native = NATIVE_CODEC[cluster.dtype]
     push, pull = PushCodec(native), native
     if mode.push_codec != NONE and PushCodec.parsed(mode.push_codec).saves(native):
@@ -104,7 +110,7 @@ def load_of(cluster: PlannedCluster, mode: ComparedMode, costs: Costs) -> StepLo
         worker_pull_s=(pulling.worker_s + costs.loaded_s) * gb + costs.pull_block.worker_s * blocks,
         server_push_s=pushing.server_s * gb + costs.push_block.server_s * blocks,
         server_pull_s=pulling.server_s * gb + costs.pull_block.server_s * blocks,
-        update_s=costs.update_of(cluster.optimizer) * gb,
+        update_s=costs.update_of(_OUTER_OPTIMIZER if mode.outer_steps else cluster.optimizer) * gb,
         replica_s=costs.replica_s * gb * backup_count,
         replica_bytes=count * FLOAT32_BYTES * backup_count,
     )

@@ -28,7 +28,8 @@ class PlanOptions:
         str,
         typer.Option(
             metavar="TIME",
-            help="Forward and backward of one step: 300ms for every worker. With stragglers, as "
+            help="Forward and backward of one step, and the worker's own optimizer where a mode "
+            "has outer steps: 300ms for every worker. With stragglers, as "
             "--straggler of `pushpull compare` has them: rotating:300ms,900ms,burst=2,seed=1; "
             "permanent:300ms,900ms,rank=0.",
         ),
@@ -49,7 +50,11 @@ class PlanOptions:
         str, typer.Option(help="The parameters' dtype: float32, bfloat16 or float16.")
     ] = "float32"
     optimizer: Annotated[
-        str, typer.Option(help="On the servers: sgd, adam, adamw, adagrad or rmsprop.")
+        str,
+        typer.Option(
+            help="On the servers: sgd, adam, adamw, adagrad or rmsprop. Modes with outer steps "
+            "have sgd there, and their own one in --compute."
+        ),
     ] = "adam"
     replicas: Annotated[
         int, typer.Option(min=1, max=2, help="Servers that hold each range: 1 or 2.")

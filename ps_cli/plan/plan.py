@@ -47,11 +47,6 @@ def plan(options: PlanOptions, output: Output) -> int:
     modes = modes_of(options.modes)
     for mode in modes:
         mode.check_fits(options.workers)
-        if mode.outer_steps:
-            raise InvalidConfig(
-                f"'{mode}' has outer steps, which are not simulated; expected a mode without "
-                f"+outer:{mode.outer_steps}, or `pushpull compare`"
-            )
     steps = {mode: planned_step(planned, mode, costs) for mode in modes}
     output.print(table_of(options, steps))
     output.say(f"costs of the processor: {costs.machine}")

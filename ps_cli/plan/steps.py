@@ -4,10 +4,10 @@ Workers are alike, and so are servers: all workers are simulated, and of the ser
 alone (on one host, where they share its cores, all). Bytes and work are grouped: a worker's step
 moves in up to 32 segments, each with its share of every server. So 1000 workers take seconds.
 
-A step:
+A step, or an outer step:
     1. The worker computes. Segments of its gradient are ready one after the other while backward
-       runs. Each passes the worker's processor and link, the network, the server's link and its
-       loop, which accumulates it.
+       runs; those of a pseudo-gradient after the last inner step. Each passes the worker's
+       processor and link, the network, the server's link and its loop, which accumulates it.
     2. When all of them are received, a message there and back later, the seal is with the server.
     3. The gate. BSP: the step of the last worker whose step is waited for starts the update. SSP
        and ASP: each step is an update. With a replica the update goes to a backup before it counts;
@@ -49,7 +49,8 @@ RESOURCES = (COMPUTE, WORKER_CPU, WORKER_LINK, SERVER_CPU, SERVER_LINK, OTHERS)
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A mode's steps, once they are steady.
+    """A mode's steps, once they are steady. An outer step counts as its inner ones, each with its
+    share of what the outer one takes.
 
     Attributes:
         step_s: the time from one step of a worker to its next, the mean of the workers; under BSP
@@ -130,6 +131,8 @@ class _Cluster:
         self._planned = planned
         self._consistency = mode.consistency
         self._load = load_of(planned, mode, costs)
+        self._inner_count = mode.outer_steps or 1
+        self._backward_share = 0.0 if mode.outer_steps else planned.backward_share
         self._simulation = simpy.Environment()
         self._gate = _Gate(self._simulation)
         cores = Cores(planned.host_cores) if planned.host_cores else None
@@ -157,13 +160,14 @@ class _Cluster:
         self._run(warm_up + steps)
         after, elapsed_s = self._busy_s(), self._simulation.now - began_s
         replica_bytes = load.replica_bytes * (1 if self._is_bsp else count)
+        inner_count = self._inner_count
         return PlannedStep(
-            step_s=elapsed_s / steps,
-            steps_per_s=(self._counted_count - counted) / elapsed_s,
-            pushed_bytes=load.pushed_bytes,
-            pulled_bytes=load.pulled_bytes,
-            server_in_bytes=share * (count * load.pushed_bytes + replica_bytes),
-            server_out_bytes=share * (count * load.pulled_bytes + replica_bytes),
+            step_s=elapsed_s / (steps * inner_count),
+            steps_per_s=(self._counted_count - counted) * inner_count / elapsed_s,
+            pushed_bytes=load.pushed_bytes / inner_count,
+            pulled_bytes=load.pulled_bytes / inner_count,
+            server_in_bytes=share * (count * load.pushed_bytes + replica_bytes) / inner_count,
+            server_out_bytes=share * (count * load.pulled_bytes + replica_bytes) / inner_count,
             busy={name: (after[name] - before[name]) / elapsed_s for name in RESOURCES},
         )
 
@@ -190,17 +194,17 @@ class _Cluster:
 
     def _worker(self, rank: int) -> ProcessGenerator:
         """Steps without end."""
-        node, planned, gate = self._workers[rank], self._planned, self._gate
+        node, gate, backward_share = self._workers[rank], self._gate, self._backward_share
         segments = range(self._segment_count)
         move_count = len(segments) * len(self._servers)
         clock = 0
         while True:
             clock = max(clock, gate.decided) + 1  # a discarded step leaves clocks out
-            compute_s = planned.compute.seconds(rank, planned.worker_count, clock)
+            compute_s = self._compute_s(rank, clock)
             received = Latch(self._simulation, move_count)
-            yield self._simulation.timeout(compute_s * (1 - planned.backward_share))
+            yield self._simulation.timeout(compute_s * (1 - backward_share))
             for _ in segments:
-                yield self._simulation.timeout(compute_s * planned.backward_share / len(segments))
+                yield self._simulation.timeout(compute_s * backward_share / len(segments))
                 for server in self._servers:
                     self._simulation.process(self._push(node, server, received))
             node.computed_s += compute_s
@@ -212,6 +216,15 @@ class _Cluster:
                 self._simulation.process(self._answer(node, server, pulled))
             yield pulled.opened
             self._step_count += 1
+
+    def _compute_s(self, rank: int, clock: int) -> float:
+        """The computation of a worker's step, or of all inner ones of an outer step."""
+        compute, worker_count = self._planned.compute, self._planned.worker_count
+        if not compute.slow_s:
+            return compute.fast_s * self._inner_count
+        first = (clock - 1) * self._inner_count + 1
+        inner_clocks = range(first, first + self._inner_count)
+        return sum(compute.seconds(rank, worker_count, inner) for inner in inner_clocks)
 
     def _push(self, worker: _Node, server: _Node, received: Latch) -> ProcessGenerator:
         load, parts = self._load, self._segment_count

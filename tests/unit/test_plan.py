@@ -206,6 +206,36 @@ def test_a_worker_that_is_always_slow(mode: str, expected_s: float) -> None:
         assert found.steps_per_s == pytest.approx(7.0, rel=0.02)
 
 
+@pytest.mark.parametrize("backward_share", [0.0, 1.0])
+def test_an_outer_step_moves_the_model_once_after_all_inner_steps(backward_share: float) -> None:
+    """Nothing of it leaves while backward runs."""
+    found = step(replace(CLUSTER, backward_share=backward_share), "bsp+outer:10")
+    expected_s = 1.0 + 2 * TABLE_BYTES / GB / 10
+    assert found.step_s == pytest.approx(expected_s, rel=SEGMENT_TOLERANCE)
+    assert found.steps_per_s == pytest.approx(1 / found.step_s)
+    assert found.pushed_bytes == found.pulled_bytes == TABLE_BYTES / 10
+    assert found.server_in_bytes == found.server_out_bytes == TABLE_BYTES / 10
+
+
+def test_an_outer_step_of_one_inner_step_is_a_step() -> None:
+    cluster = replace(CLUSTER, worker_count=3)
+    assert step(cluster, "bsp+outer:1") == step(cluster)
+
+
+def test_the_servers_of_outer_steps_have_sgd() -> None:
+    costs = replace(FREE, update_s={"sgd": 1.0, "adam": 100.0})
+    found = step(replace(FAST, optimizer="adam"), "bsp+outer:4", costs)
+    assert found.step_s == pytest.approx(1.0 + TABLE_BYTES / GB / 4)
+
+
+def test_slow_inner_steps_that_take_turns_cost_an_outer_step_less() -> None:
+    """All wait for the slowest worker, whose fast inner steps make up for slow ones."""
+    turns = ps.ComputeTime.parsed("rotating:1s,3s,seed=1")
+    cluster = replace(FAST, worker_count=4, compute=turns)
+    assert step(cluster, "bsp").step_s == pytest.approx(3.0)
+    assert step(cluster, "bsp+outer:100").step_s == pytest.approx(1.5, rel=0.05)
+
+
 def test_turns_of_slow_workers_cost_bsp_the_slowest_and_asp_the_mean() -> None:
     turns = ps.ComputeTime.parsed("rotating:1s,3s,seed=1")
     cluster = replace(FAST, worker_count=4, compute=turns)

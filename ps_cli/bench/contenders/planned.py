@@ -60,19 +60,31 @@ class EmulatedModel(nn.Module):
             time.sleep(left_s)
 
 
+class TimelessOptimizer(torch.optim.Optimizer):
+    """The inner optimizer of an emulated worker, whose time is in that of its computation."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # takes none
+        del closure
+
+
 class Training:
-    """Steps of an emulated model in one mode: a consistency, and codecs of pushes and pulls."""
+    """Steps of an emulated model in one mode: a consistency, codecs of pushes and pulls, and the
+    inner steps of an outer one, or 0.
+    """
 
     def __init__(
         self, client: ps.Client, mode: str, model: EmulatedModel, compute: ps.ComputeTime
     ) -> None:
-        consistency, push, pull = mode.split("|")
+        consistency, push, pull, outer_steps = mode.split("|")
         self._client, self._model, self._compute = client, model, compute
         self._clock = 0
         self._optimizer = ps.DistributedOptimizer(
             client,
             model,
-            ps.SGD(lr=0.1),
+            ps.Outer(TimelessOptimizer, int(outer_steps)) if int(outer_steps) else ps.SGD(lr=0.1),
             name=mode,
             consistency=consistency,
             push_codec=push,

@@ -41,7 +41,7 @@ STEP_COUNT = 4
 
 CODECS = (NONE, "bf16", "fp16", "int8", "sign", "topk", "lowrank")
 _PULL_CODECS = tuple(codec for codec in CODECS if codec in PULL_CHOICES)
-_PLAIN = "bsp|none|none"
+_PLAIN = "bsp|none|none|0"
 
 
 def step_costs(table_bytes: int, on_progress: Callable[[str], None]) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def emulated_steps(
     model_bytes: int,
     compute: str,
     backward_share: float,
-    modes: Sequence[tuple[str, str, str]],
+    modes: Sequence[tuple[str, str, str, int]],
 ) -> list[EmulatedStep]:
     """Steps of real workers with one server on this host, in each of the modes: the mean of the
     workers, in the round that others disturbed least.
@@ -190,11 +190,12 @@ def emulated_steps(
         model_bytes: of the model's float32 parameters.
         compute: the time that they emulate to compute, as `ps_worker.ComputeTime` reads it.
         backward_share: the last part of it, in which gradients leave.
-        modes: each a consistency, a codec of pushes and one of pulls.
+        modes: each a consistency, a codec of pushes, one of pulls, and the inner steps of an outer
+            one, or 0.
 
     Blocking: for about a minute at 64 MiB.
     """
-    names = ["|".join(mode) for mode in modes]
+    names = ["|".join(map(str, mode)) for mode in modes]
     commands = _trainers(worker_count, model_bytes, compute, backward_share, names)
     with contenders.cluster(GRPC, commands) as cluster:
         runs = {name: partial(_emulated_step, cluster, name) for name in names}
