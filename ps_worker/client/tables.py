@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView
-from ps_core.codecs import payloads
 from ps_core.codecs.choices import PushCodec, name_of
 from ps_core.consistency import Consistency, Mode, parsed
 from ps_core.errors import (
@@ -30,7 +29,7 @@ from ps_core.errors import (
     listed,
 )
 from ps_core.keys import TableId
-from ps_core.tables.elements import InitializerKind
+from ps_core.tables.elements import NATIVE_CODEC, InitializerKind
 from ps_core.tables.optimizers import OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
@@ -39,7 +38,7 @@ from ps_runtime.system.clock import now_s
 from ps_runtime.system.future_waits import wait_until_ended
 from ps_worker.client.connection import GRACE_S, ClientConnection, lost_server
 from ps_worker.client.shown_options import OF_THE_CLIENT, THE_CLIENTS, shows
-from ps_worker.compression.push_encoder import PushEncoder
+from ps_worker.compression.push_encoder import PushEncoder, load_kernels
 from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs, codecs_of
 from ps_worker.spec.rows import MAX_PULLED_COUNT, CutIds, RowBatch
 from ps_worker.spec.settings import (
@@ -339,10 +338,11 @@ class ClientTables:
         handle = self._handles.get(table.table_id)
         if handle is None:
             encoder = None
+            native = NATIVE_CODEC[table.spec.dtype]
             if codecs.pull is not None:
-                payloads.load_kernels(codecs.pull)
+                load_kernels(codecs.pull, native)
             if codecs.push is not None and not self._connection.is_reader:
-                payloads.load_kernels(codecs.push.codec)
+                load_kernels(codecs.push.codec, native)
                 told = partial(_tell_of_fall_back, table.spec.name, codecs.push)
                 encoder = PushEncoder(table, codecs.push, self._engine.session.rank, told)
             steps = TableSteps(

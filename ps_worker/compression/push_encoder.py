@@ -333,6 +333,15 @@ def decode_into(payload: memoryview, codec: Codec, out: Bytes, native: Codec) ->
     _casts().convert(found.data.cast("B"), Codec.FP32, out, native)
 
 
+def load_kernels(codec: Codec, native: Codec = Codec.FP32) -> None:
+    """Load the compiled loops, if there are any, of a codec and for a table's own; blocks for a
+    second, or for some where they must be compiled.
+    """
+    if Codec.BF16 in (codec, native):
+        _casts().bf16_loops()
+    payloads.load_kernels(codec)
+
+
 def _casts() -> ModuleType:
     from ps_worker.compression import torch_casts
 

@@ -12,13 +12,17 @@ import torch
 
 import ps_worker as ps
 from ps_cli.bench.contenders.child import Actions
-from ps_core.codecs import payloads
 from ps_core.codecs.choices import PushCodec
 from ps_core.keys import TableId
 from ps_core.tables.elements import Codec
 from ps_core.tables.table import Table
 from ps_runtime.grpc.channels import tune_allocator
-from ps_worker.compression.push_encoder import CodedPayload, PushEncoder, decode_into
+from ps_worker.compression.push_encoder import (
+    CodedPayload,
+    PushEncoder,
+    decode_into,
+    load_kernels,
+)
 from ps_worker.spec.settings import table_spec
 from ps_worker.spec.values import BlockValues
 
@@ -76,7 +80,7 @@ def codecs(size: str) -> Iterator[Actions]:
     actions: dict[str, Callable[[], object]] = {}
     for name in CODECS:
         codec = PushCodec.parsed(name)
-        payloads.load_kernels(codec.codec)
+        load_kernels(codec.codec)
         coder = _Coder(codec, int(size) // ELEMENT_BYTES)
         actions[f"{name} encode"] = partial(coder.encode)
         actions[f"{name} decode"] = partial(coder.decode)

@@ -35,7 +35,8 @@ class Buffers:
         self.element_count = byte_count // ELEMENT_BYTES
         make = ps.empty_shared if is_shared else np.empty
         self.gradient = make(self.element_count, dtype=np.float32)
-        self.gradient[:] = 1e-3
+        np.random.default_rng(0).standard_normal(dtype=np.float32, out=self.gradient)
+        self.gradient *= 1e-3
         self.values = np.full(self.element_count, 0, dtype=np.float32)
 
 
