@@ -14,6 +14,7 @@ _LARGEST_NUMBER = np.float32(128)
 
 KERNELS = {
     Codec.INT8: int8.KERNELS,
+    Codec.SIGN: sign.KERNELS,
     Codec.SPARSE: sparse.KERNELS,
     Codec.LOW_RANK: low_rank.KERNELS,
 }

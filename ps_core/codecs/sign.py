@@ -15,20 +15,19 @@ Invariants:
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Iterator
+from types import ModuleType
 
+import numpy as np
+
+from ps_core.codecs import sign_passes
 from ps_core.codecs.int8 import Bytes
 from ps_core.codecs.int8_passes import Floats
+from ps_core.codecs.kernels import Kernels
 from ps_core.tables.elements import SCALED_GROUP_COUNT
 
-_GROUP_BYTES = SCALED_GROUP_COUNT // 8
-_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-_SIGNS = _BITS.astype(np.float32) * 2 - 1  # of the eight elements that each byte has
-_SIGNS.flags.writeable = False
-
-_LESS = 1 - 2.0**-18
-"""A scale in units of its group's mean: rounding makes none infinite."""
+KERNELS = Kernels(sign_passes, "ps_core.codecs.sign_loops")
+"""Those of this process, of whole groups."""
 
 
 def scales_of(payload: Bytes, element_count: int) -> Floats:
@@ -44,46 +43,31 @@ def encode_gradient(gradient: Floats, before: Floats, left: Floats, payload: Byt
         payload: (Codec.SIGN.payload_bytes(n),), aligned to 4 bytes; written.
     """
     count = len(gradient)
-    scales = scales_of(payload, count)
-    whole = count - count % SCALED_GROUP_COUNT
-    parts = [slice(0, whole)] * (whole > 0) + [slice(whole, count)] * (whole < count)
-    with np.errstate(over="ignore", invalid="ignore"):
-        np.add(gradient, before, out=left)
-        payload[scales.nbytes :] = np.packbits(left.view(np.int32) >= 0, bitorder="little")
-        for part in parts:
-            _take_signs(
-                left[part].reshape(-1, min(SCALED_GROUP_COUNT, part.stop - part.start)),
-                scales[part.start // SCALED_GROUP_COUNT :][: _group_count(part.stop - part.start)],
-            )
-    is_finite = np.isfinite(scales)
-    if not is_finite.all():
-        broken = np.repeat(~is_finite, SCALED_GROUP_COUNT)[:count]
-        left[broken] = before[broken]
-
-
-def _take_signs(groups: npt.NDArray[np.float32], scales: Floats) -> None:
-    """Write the scales of groups of one length, and take what the payload says from the groups.
-    Shapes: (groups, elements); (groups,).
-    """
-    taken = np.abs(groups)
-    taken *= np.float32(_LESS / groups.shape[1])  # before the sum, which cannot overflow so
-    np.sum(taken, axis=1, out=scales)
-    scales[~np.isfinite(scales)] = np.nan
-    np.copysign(scales[:, None], groups, out=taken)
-    groups -= taken
+    scales, bits = _parts(payload, count)
+    for kernels, elements, groups, octets in _shares(count):
+        own = gradient[elements], before[elements], left[elements]
+        kernels.encode(*own, scales[groups], bits[octets])
 
 
 def decode(payload: Bytes, out: Floats) -> None:
     """Write the elements of a payload. Shapes: as of `encode_gradient`."""
-    out[:] = _elements(payload, len(out))
+    scales, bits = _parts(payload, len(out))
+    for kernels, elements, groups, octets in _shares(len(out)):
+        kernels.decode(scales[groups], bits[octets], out[elements])
 
 
-def _elements(payload: Bytes, count: int) -> npt.NDArray[np.float32]:
-    scales = scales_of(payload, count)
-    bits = payload[scales.nbytes :]
-    signs = _SIGNS.take(bits, axis=0)
-    signs *= np.repeat(scales, _GROUP_BYTES)[: len(bits), None]
-    return signs.reshape(-1)[:count]
+def _parts(payload: Bytes, element_count: int) -> tuple[Floats, Bytes]:
+    scales = scales_of(payload, element_count)
+    return scales, payload[scales.nbytes :]
+
+
+def _shares(count: int) -> Iterator[tuple[ModuleType, slice, slice, slice]]:
+    """Who has which elements, scales and bytes of bits: whole groups, and a last one."""
+    whole = count - count % SCALED_GROUP_COUNT
+    for kernels, begin, end in ((KERNELS.used(), 0, whole), (sign_passes, whole, count)):
+        if begin < end:
+            groups = slice(begin // SCALED_GROUP_COUNT, _group_count(end))
+            yield kernels, slice(begin, end), groups, slice(begin // 8, -(-end // 8))
 
 
 def _group_count(element_count: int) -> int:

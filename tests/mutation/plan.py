@@ -34,6 +34,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/property/test_shard_store.py",
     ),
     "ps_core.codecs.sign": ("tests/unit/test_sign.py", _VECTORS),
+    "ps_core.codecs.sign_passes": ("tests/unit/test_sign.py",),
     "ps_core.codecs.sparse": ("tests/unit/test_sparse.py", _VECTORS),
     "ps_core.codecs.sparse_passes": ("tests/unit/test_sparse.py",),
     "ps_core.collective_calls": ("tests/unit/test_collective_calls.py",),

@@ -13,6 +13,7 @@ COMPILED = {
     "ps_core.compiled_loops",
     "ps_core.codecs.int8_loops",
     "ps_core.codecs.low_rank_loops",
+    "ps_core.codecs.sign_loops",
     "ps_core.codecs.sparse_loops",
 }
 """Compiling takes seconds for each fault; tests hold these loops to the bits of passes of numpy."""
