@@ -27,7 +27,7 @@ _READ_BITS = "Array(uint8, 1, 'C', readonly=True)"
 
 @compiled("float32(float32[::1], float32[::1])")
 def _sum(values: Any, lanes: Any) -> Any:
-    """Of half a group."""
+    """The sum of half a group."""
     for lane in range(_LANES):
         lanes[lane] = values[lane]
     for begin in range(_LANES, _HALF, _LANES):
