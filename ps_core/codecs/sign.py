@@ -62,7 +62,7 @@ def _parts(payload: Bytes, element_count: int) -> tuple[Floats, Bytes]:
 
 
 def _shares(count: int) -> Iterator[tuple[ModuleType, slice, slice, slice]]:
-    """The kernels of the whole groups and of a last one; elements, scales and bytes of bits of each."""
+    """Kernels, elements, scales and bytes of bits: of the whole groups, and of a last one."""
     whole = count - count % SCALED_GROUP_COUNT
     for kernels, begin, end in ((KERNELS.used(), 0, whole), (sign_passes, whole, count)):
         if begin < end:
