@@ -23,15 +23,10 @@ from ps_core.codecs import sparse_passes
 from ps_core.codecs.int8 import Bytes
 from ps_core.codecs.int8_passes import Floats, draws
 from ps_core.codecs.kernels import Kernels
-from ps_core.codecs.sparse_passes import NOT_SIGN
 from ps_core.errors import InvalidTensor
 from ps_core.tables.elements import SPARSE_ELEMENT_BYTES
 
 Places = npt.NDArray[np.uint32]
-_Magnitudes = npt.NDArray[np.int32]
-
-_RUN, _STRIDE = 16, 1024
-"""A threshold comes from the first RUN elements of each STRIDE."""
 
 _MORE = 1.5
 """Elements that a threshold should let pass, over those that are wanted: samples are uneven."""
@@ -53,12 +48,14 @@ def encode_largest(gradient: Floats, before: Floats, left: Floats, payload: Byte
         gradient, before, left: (n,); `before` was left by earlier ones, `left` is written.
         payload: (8 * k,), aligned to 4 bytes, of k elements, 1 <= k <= n; written.
     """
-    count = payload.nbytes // SPARSE_ELEMENT_BYTES
-    for bits in (threshold(gradient, before, count), 1, 0):
-        places = KERNELS.used().add(gradient, before, left, np.int32(bits))
-        if len(places) >= count:
+    kernels = KERNELS.used()
+    values, sent = parts(payload)
+    for bits in (threshold(gradient, before, len(sent)), 1, 0):
+        places = kernels.add(gradient, before, left, np.int32(bits))
+        if len(places) >= len(sent):
             break
-    _take(_largest(left, places, count), before, left, payload)
+    kernels.take_largest(left, places, values, sent)
+    _give_back(before, left, values, sent)
 
 
 def encode_random(gradient: Floats, before: Floats, left: Floats, payload: Bytes, key: int) -> None:
@@ -73,7 +70,11 @@ def encode_random(gradient: Floats, before: Floats, left: Floats, payload: Bytes
     places = (bounds[:-1] + share.astype(np.float64) * np.diff(bounds)).astype(np.uint32)
     with np.errstate(over="ignore", invalid="ignore"):
         np.add(gradient, before, out=left)
-    _take(places, before, left, payload)
+    values, sent = parts(payload)
+    sent[:] = places
+    values[:] = left[places]
+    left[places] = 0
+    _give_back(before, left, values, sent)
 
 
 def decode(payload: Bytes, out: Floats) -> None:
@@ -94,35 +95,14 @@ def decode(payload: Bytes, out: Floats) -> None:
 def threshold(gradient: Floats, before: Floats, count: int) -> int:
     """The bits of an absolute value that somewhat more than `count` elements should reach."""
     length = len(gradient)
-    whole = length - length % _STRIDE
-    if not whole:
-        return 1
-    own, old = (each[:whole].reshape(-1, _STRIDE)[:, :_RUN] for each in (gradient, before))
-    with np.errstate(over="ignore", invalid="ignore"):
-        magnitudes = (own + old).view(np.int32).reshape(-1) & NOT_SIGN
+    magnitudes = KERNELS.used().sample(gradient, before)
     rank = len(magnitudes) - round(len(magnitudes) * count * _MORE / length) - 1
     return max(1, int(np.partition(magnitudes, rank)[rank])) if rank > 0 else 1
 
 
-def _largest(values: Floats, places: Places, count: int) -> Places:
-    """The places of the `count` largest elements among those at `places`, ascending."""
-    magnitudes: _Magnitudes = values[places].view(np.int32) & NOT_SIGN
-    at = len(places) - count
-    least = np.partition(magnitudes, at)[at]
-    is_taken = magnitudes > least
-    equal = np.flatnonzero(magnitudes == least)
-    is_taken[equal[: count - np.count_nonzero(is_taken)]] = True
-    taken: Places = places[is_taken]
-    return taken
-
-
-def _take(places: Places, before: Floats, left: Floats, payload: Bytes) -> None:
-    """Move the elements at these places to the payload."""
-    values, sent = parts(payload)
-    sent[:] = places
-    values[:] = left[places]
-    left[places] = 0
+def _give_back(before: Floats, left: Floats, values: Floats, sent: Places) -> None:
+    """Leave what was left before, where an element is not finite."""
     if not np.isfinite(values).all():
         broken = ~np.isfinite(left)
-        broken[places[~np.isfinite(values)]] = True
+        broken[sent[~np.isfinite(values)]] = True
         left[broken] = before[broken]

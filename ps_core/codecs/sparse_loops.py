@@ -1,4 +1,4 @@
-"""The passes of `sparse_passes` as a loop that numba compiles, with the same places. Only `sparse`
+"""The passes of `sparse_passes` as loops that numba compiles, with the same places. Only `sparse`
 imports this.
 
 The comparisons of a chunk are vector instructions, and eight of them are looked at as one word.
@@ -11,13 +11,25 @@ from typing import Any
 import numpy as np
 from numba import int32, uint32
 
-from ps_core.codecs.sparse_passes import NOT_SIGN
+from ps_core.codecs.sparse_passes import NOT_SIGN, RUN, STRIDE
 from ps_core.compiled_loops import compiled
 
 _CHUNK, _WORD = 1024, 8
 _BITS = int32(NOT_SIGN)
 
 _READ = "Array(float32, 1, 'C', readonly=True)"
+
+
+@compiled(f"int32[::1]({_READ}, {_READ})")
+def sample(gradient: Any, before: Any) -> Any:
+    stride_count = len(gradient) // STRIDE
+    sums = np.empty(stride_count * RUN, np.float32)
+    for number in range(stride_count):
+        begin, to = number * STRIDE, number * RUN
+        own, old, new = gradient[begin:], before[begin:], sums[to : to + RUN]
+        for at in range(RUN):
+            new[at] = own[at] + old[at]
+    return sums.view(np.int32) & _BITS
 
 
 @compiled(f"uint32[::1]({_READ}, {_READ}, float32[::1], int32)")
@@ -45,3 +57,27 @@ def add(gradient: Any, before: Any, left: Any, threshold: Any) -> Any:
                     found[count] = uint32(begin + at)
                     count += reaches[at]
     return found[:count]
+
+
+@compiled("void(float32[::1], uint32[::1], float32[::1], uint32[::1])")
+def take_largest(left: Any, places: Any, values: Any, sent: Any) -> None:
+    bits = left.view(np.int32)
+    magnitudes = np.empty(len(places), np.int32)
+    for at in range(len(places)):
+        magnitudes[at] = bits[places[at]] & _BITS
+    rank = len(places) - len(sent)
+    least = np.partition(magnitudes, rank)[rank]
+    equal_count = len(sent)
+    for at in range(len(places)):
+        equal_count -= magnitudes[at] > least
+    count = 0
+    for at in range(len(places)):
+        if magnitudes[at] >= least:
+            if magnitudes[at] == least:
+                equal_count -= 1
+                if equal_count < 0:
+                    continue
+            place = places[at]
+            sent[count], values[count] = place, left[place]
+            left[place] = 0
+            count += 1

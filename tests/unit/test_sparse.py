@@ -166,6 +166,16 @@ def test_loops_and_passes_find_the_same(some: list[float], count: int, threshold
         assert found[0].dtype == found[1].dtype
         assert found[0].tolist() == found[1].tolist()
         assert np.array_equal(lefts[0], lefts[1], equal_nan=True)
+        found_samples = [each.sample(gradient, before) for each in (sparse_passes, sparse_loops)]
+        assert found_samples[0].tolist() == found_samples[1].tolist()
+        for sent_count in {min(1, len(found[0])), len(found[0]) // 2, len(found[0])} - {0}:
+            taken = []
+            for kernels in (sparse_passes, sparse_loops):
+                left, values = lefts[0].copy(), np.empty(sent_count, np.float32)
+                sent = np.empty(sent_count, np.uint32)
+                kernels.take_largest(left, found[0].copy(), values, sent)
+                taken.append((left.tobytes(), values.tobytes(), sent.tolist()))
+            assert taken[0] == taken[1]
 
 
 def test_loops_are_loaded_where_a_table_needs_them() -> None:
