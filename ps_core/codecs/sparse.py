@@ -17,16 +17,14 @@ Invariants:
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from ps_core.codecs import sparse_passes
 from ps_core.codecs.int8 import Bytes
 from ps_core.codecs.int8_passes import Floats, draws
 from ps_core.codecs.kernels import Kernels
+from ps_core.codecs.sparse_passes import Places
 from ps_core.errors import InvalidTensor
 from ps_core.tables.elements import SPARSE_ELEMENT_BYTES
-
-Places = npt.NDArray[np.uint32]
 
 _MORE = 1.5
 """Elements that a threshold should let pass, over those that are wanted: samples are uneven."""
