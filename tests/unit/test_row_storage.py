@@ -24,6 +24,7 @@ from ps_server.rows.row_storage import row_storage
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore
 from ps_worker.spec.optimizers import SGD
+from ps_worker.spec.settings import RowsOptions
 from ps_worker.spec.settings import table_spec as table_of
 from tests.property.rounded_values import rounded
 
@@ -103,7 +104,8 @@ def test_rows_take_the_bytes_that_the_page_says() -> None:
 @pytest.mark.parametrize("storage", RowStorage)
 def test_a_new_row_needs_the_memory_of_what_is_stored(storage: RowStorage) -> None:
     memory = RowMemory(limit_bytes=100)
-    table = table_of("rows", 64, SGD(), {"storage": storage.value}, has_rows=True)
+    options: RowsOptions = {"storage": storage.value, "partitions": 16}
+    table = table_of("rows", 64, SGD(), options, has_rows=True)
     store = RowStore(Table(TableId(1), 0, table), range(16), memory)
     ids = np.arange(100, dtype=np.uint64)
     own = ids[partitions_of(mixed_ids(ids, salt_of(0)), 16) == 3]
