@@ -153,6 +153,7 @@ REPLICATION_MUTANTS = (
         "record.assignment_epoch >= self.assignment_epoch and record.term == self.term",
         "record.assignment_epoch >= self.assignment_epoch",
         _FAILOVER,
+        first_seed=8097,
     ),
     Mutant(
         "the epoch of a request is not checked",
