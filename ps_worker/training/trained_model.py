@@ -291,10 +291,14 @@ class TrainedModel:
         """
         if self.group.has_begun:
             self.results = self._step(self._groups, StepScale())
-        if not self._is_overlapped:
-            self.end_overlapped()
+        self._end_sealed()
         if awaits_values:
             self.awaited.wait()
+
+    def _end_sealed(self) -> None:
+        """End a sealed step, but no outer one that is on its way while inner steps are taken."""
+        if not self._is_overlapped:
+            self.end_overlapped()
 
     def end_overlapped(self) -> None:
         """As `end_step`, also of an outer step that is on its way while inner steps are taken; its
@@ -394,8 +398,11 @@ class TrainedModel:
         before: StateBefore | None = None,
         meanwhile: Callable[[], object] | None = None,
     ) -> dict[TrainedTable, StepResult]:
-        """Take one step; returns its results by table that is awake, none if it was skipped."""
-        self.end_step()
+        """Take one step, or go on with one that the group has begun; returns its results by table
+        that is awake, none if it was skipped.
+        """
+        self._end_sealed()
+        self.awaited.wait()
         self._groups = groups
         self.row_results = []
         self._times.computed(1 + self.inner_steps.at(self.clock))

@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
         (("speed",), ("'speed'", *BENCHMARKS)),
         (("dense", "--json", "missing/dense.json"), ("missing/dense.json",)),
         (("dense", "--lane", "carrier"), ("'carrier'", "grpc")),
-        (("train", "--size-mb", "4"), ("4 MB",)),
         (("train", "--device", "tpu"), ("'tpu'", "cpu", "cuda")),
         (("dense", "--device", "cuda"), ("'cuda'", "dense", "cpu")),
     ],

@@ -89,7 +89,6 @@ def test_a_leader_that_is_killed_ends_the_step_of_its_group(cluster: LaneCluster
             assert "worker 1 was declared gone after" in said
 
 
-@pytest.mark.thorough
 def test_a_step_that_is_waited_for_in_vain_or_interrupted_is_taken_by_the_next_call(
     cluster: LaneCluster,
 ) -> None:
