@@ -176,7 +176,7 @@ def payloads_of(
     length, width = gradients.shape[1], gradients.itemsize
     most = limits.FOREIGN_MAX_MESSAGE_BYTES
     is_one = len(batch.spans) == 1
-    if not (are_summed or is_one):  # once for all: a sum of few rows takes as long
+    if not (are_summed or is_one):  # once: each call takes long, of few rows too
         gradients = batch.groups.sums(gradients)
     for block, (begin, end) in batch.spans.items():
         split = (end - begin) * limits.ROW_ID_BYTES
