@@ -20,6 +20,7 @@ from tests.sim.test_loads import LoadSimulation
 from tests.sim.test_logs import LogSimulation
 from tests.sim.test_loops import LoopSimulation
 from tests.sim.test_newcomers import NewcomerSimulation
+from tests.sim.test_passed_clocks import PassedClockSimulation
 from tests.sim.test_replacements import ReplacementSimulation
 from tests.sim.test_restores import RestoreSimulation
 from tests.sim.test_restores_kept import KeptRestoreSimulation
@@ -64,6 +65,7 @@ KINDS: dict[str, type[Simulation]] = {
     "departures-replacements": DepartureReplacementSimulation,
     "departures-restores": DepartureRestoreSimulation,
     "starts-restores": KeptRestoreSimulation,
+    "passed-clocks": PassedClockSimulation,
     "shards": ShardSimulation,
     "shards-restores": ShardRestoreSimulation,
 }
@@ -97,6 +99,7 @@ SHARES = {
     "departures-replacements": 10,
     "departures-restores": 10,
     "starts-restores": 10,
+    "passed-clocks": 10,
     "shards": 4,
     "shards-restores": 10,
 }

@@ -299,8 +299,7 @@ _ONE_TABLE = (
         _GATE,
         "state.schedule.up_to_bsp(clock, state.slowest_clock())",
         "state.slowest_clock()",
-        ("runs-departures",),
-        first_seed=70064,
+        ("passed-clocks",),
     ),
     Mutant(
         "a late joiner is waited for from the first clock",
