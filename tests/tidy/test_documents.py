@@ -92,6 +92,13 @@ def test_pages_and_examples_use_the_public_api() -> None:
     assert not unknown
 
 
+def test_every_page_is_in_the_list_of_pages() -> None:
+    index = texts()["docs/README.md"]
+    pages = [path for path in texts() if re.match(r"docs/(?!adr/)\w+/[A-Z_]+\.md", path)]
+    assert pages
+    assert not [path for path in pages if f"({path.removeprefix('docs/')})" not in index]
+
+
 def test_every_variable_mentioned_is_registered() -> None:
     unknown = {
         (path, name)
