@@ -145,9 +145,19 @@ def _show(failure: BaseException, script: Path) -> int:
     while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
         trace = trace.tb_next
     traceback.print_exception(type(failure), failure, trace or failure.__traceback__)
+    if (lost := _loss_behind(failure)) is not None:
+        sys.stderr.write(f"pushpull worker: {type(lost).__name__}: {lost.message}\n")
+        failure = lost
     if isinstance(failure, WorkerLost):
         return process_end.WORKER_LOST_EXIT_CODE
     return process_end.REFUSED_EXIT_CODE if isinstance(failure, JoinRefused) else _FAILED
+
+
+def _loss_behind(failure: BaseException) -> PushpullError | None:
+    """The loss of a worker that torch's error stands for; None unless the script has peers."""
+    peers = sys.modules.get("ps_worker.training.among_workers.peers")  # which imports torch
+    found: PushpullError | None = None if peers is None else peers.loss_behind(failure)
+    return found
 
 
 if __name__ == "__main__":

@@ -116,33 +116,53 @@ def test_a_step_that_is_waited_for_in_vain_or_interrupted_is_taken_by_the_next_c
 SCRIPT = """
 import signal, os, sys
 import torch
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 import pushpull as ps
 
+kind, how = sys.argv[1:]
 with ps.connect() as client:
     model = torch.nn.Sequential(
         ps.Embedding(client, "rows", 4, optimizer=ps.SGD(lr=0.1)), torch.nn.Linear(4, 1)
     )
+    if kind != "plain":
+        ps.HybridOptimizer.init_process_group(client)
+    if kind == "fsdp":
+        fully_shard(model)
     local = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    optimizer = ps.HybridOptimizer(client, model, local)
+    module = DistributedDataParallel(model) if kind == "ddp" else model
+    optimizer = ps.HybridOptimizer(client, module, local)
     for step in range(4):
-        model(torch.arange(3)).sum().backward()
+        loss = module(torch.arange(3)).sum()
         if step == 2 and client.rank == 1:
-            print("pauses", flush=True)
-            os.kill(os.getpid(), signal.SIGSTOP)
+            print(how, flush=True)
+            os.kill(os.getpid(), signal.Signals[how])
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 """
 
 
 @pytest.mark.thorough
-def test_a_process_ends_though_a_worker_is_paused(cluster: LaneCluster, tmp_path: Path) -> None:
-    """In interpreters of their own: gloo would keep one from ending."""
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("plain", "SIGSTOP"), ("ddp", "SIGSTOP"), ("fsdp", "SIGSTOP"), ("ddp", "SIGKILL")],
+)
+def test_a_process_ends_though_a_worker_is_paused_or_dead(
+    cluster: LaneCluster, tmp_path: Path, kind: str, how: str
+) -> None:
+    """And says whose fault it is, also where torch waits. In interpreters of their own: gloo would
+    keep one from ending.
+    """
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    variables = environment() | {"PUSHPULL_SCHEDULER": cluster.address, "PUSHPULL_RUN": "paused"}
+    variables = environment() | {
+        "PUSHPULL_SCHEDULER": cluster.address,
+        "PUSHPULL_RUN": f"{kind}-{how}",
+    }
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "pushpull", "worker", "--rank", str(rank), str(script)],
+            [sys.executable, "-m", "pushpull", "worker", f"--rank={rank}", str(script), kind, how],
             env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(WORKERS)
@@ -152,8 +172,9 @@ def test_a_process_ends_though_a_worker_is_paused(cluster: LaneCluster, tmp_path
     finally:
         for process in started:
             process.kill()
-    assert started[1].communicate()[0] == "pauses\n"
-    assert started[0].returncode == 75
-    gone = re.search(r"WorkerLost: worker 1 was declared gone after [\d.]+ s of silence", said)
-    assert gone, said
+    assert started[1].communicate()[0] == f"{how}\n"
+    assert started[0].returncode == 75, said
+    silent = r"worker 1 was declared gone after [\d.]+ s of silence"
+    ended = "a worker has ended, or its connection has"  # nobody tells the cluster which
+    assert re.search(f"WorkerLost: {silent if how == 'SIGSTOP' else ended}", said), said
     assert REMEDY in said

@@ -4,19 +4,24 @@ Rules:
     - gloo itself waits half an hour for a worker that is silent; the cluster declares it gone after
       `worker_timeout_s`. A wait here looks at the cluster, and lets Ctrl-C through.
     - A wait that ended with an error may be made again for the same call.
+    - What waits inside torch, as calls of DistributedDataParallel and FSDP2 do, fails when a worker
+      is declared gone: the process group's sockets are shut, which gloo takes for its end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
+import weakref
 from collections.abc import Collection
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ps_core.cluster_view import ClusterView, Node, NodeState, Role
 from ps_core.errors import PushpullError, WaitExpired, WorkerLost
+from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
-from ps_worker.training.among_workers.process_group import leave_as_it_is
+from ps_worker.training.among_workers.process_group import group_sockets, leave_as_it_is, shut
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client
@@ -31,6 +36,9 @@ _NAMED_WITHIN_S = 1.0
 """The cluster hears of a worker's end within this, where somebody tells it."""
 
 _POLL_S = 0.0005
+
+_RUN_S = 1e8
+"""Longer than any."""
 
 REMEDY = (
     "torch.distributed goes on with all workers or with none: start all of them again, together, "
@@ -92,6 +100,26 @@ class Peers:
                     "request_deadline_s of ps.connect is the time"
                 )
 
+    def end_waits_of_torch(self) -> None:
+        """From now on, let calls that wait inside torch fail when a worker is declared gone; they
+        fail by themselves when its process has ended. Does nothing if the script has made the
+        process group, whose timeout counts then.
+        """
+        _trained_by_torch.add(self)
+        if sockets := group_sockets():
+            self._connection.loop.start(self._shut_when_lost(sockets))
+
+    async def _shut_when_lost(self, sockets: Collection[str]) -> None:
+        with contextlib.suppress(PushpullError):  # the client was closed, or its session has ended
+            view = await self._connection.engine.scheduler.view_where(
+                lambda view: bool(self._gone(view)), "the end of a worker", _RUN_S
+            )
+            logs.warning("process_group_ended", because=_words_of(self._gone(view)))
+            shut(sockets)
+
+    def _gone(self, view: ClusterView) -> list[Node]:
+        return [node for node in self._lost(view) if node.state is NodeState.GONE]
+
     def _has_ended(self, work: Any, *, is_cpu: bool) -> bool:
         """Wait for a moment; True if the call has ended."""
         try:
@@ -126,6 +154,21 @@ class Peers:
             return self._lost(self._connection.asked(telling, _NAMED_WITHIN_S))
         except PushpullError:
             return []
+
+
+_trained_by_torch: weakref.WeakSet[Peers] = weakref.WeakSet()
+"""Those of models whose gradients torch's own wrappers reduce."""
+
+
+def loss_behind(failure: BaseException) -> PushpullError | None:
+    """The loss of a worker, if that made a call inside torch fail; else None.
+
+    Blocking: for a second, in which the cluster may hear of it.
+    """
+    said = str(failure)
+    if not isinstance(failure, RuntimeError) or ("gloo" not in said and "NCCL" not in said):
+        return None
+    return next((peers._failed(failure) for peers in _trained_by_torch), None)
 
 
 def _words_of(lost: list[Node]) -> str:

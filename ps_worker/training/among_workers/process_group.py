@@ -9,9 +9,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 _STORE_S = 60.0
 _SHOWN_COUNT = 8
+
+_SOCKETS = Path("/proc/self/fd")
 
 _Place = Sequence[int] | None
 """A worker's rank in its process group and the size of that; None without a group."""
@@ -90,6 +94,8 @@ def backends() -> str:
 
 
 def _make(client: Client) -> None:
+    global _others
+    _others = _sockets().keys()
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store: TCPStore | None = None
@@ -107,6 +113,39 @@ def _make(client: Client) -> None:
     )
     atexit.register(_end)
     logs.info("process_group_made", backend=backend, store=f"{host}:{port}")
+
+
+_others: Collection[str] | None = None
+"""Sockets of this process that are not the process group's; None: the script has made the group."""
+
+
+def _sockets() -> dict[str, int]:
+    """This process's sockets: their descriptors by their names. None where there is no /proc."""
+    found: dict[str, int] = {}
+    for entry in _SOCKETS.iterdir() if _SOCKETS.is_dir() else ():
+        with contextlib.suppress(OSError):  # one that was closed meanwhile
+            name = str(entry.readlink())
+            if name.startswith("socket:"):
+                found[name] = int(entry.name)
+    return found
+
+
+def group_sockets() -> Collection[str]:
+    """The names of sockets that were opened since this process made its group, which are the
+    group's, or can be opened anew; none if the script made the group.
+    """
+    return () if _others is None else _sockets().keys() - _others
+
+
+def shut(names: Collection[str]) -> None:
+    """Shut the connections among these that are still open: gloo's calls that wait for them fail.
+    A socket that listens stays: gloo ends the process where accept fails.
+    """
+    for name, descriptor in _sockets().items():
+        if name in names:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+                if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found.shutdown(socket.SHUT_RDWR)
 
 
 _left: list[Any] = []

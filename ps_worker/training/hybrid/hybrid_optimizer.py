@@ -138,6 +138,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         self._reduced = set(own)
         self._reduction = GradientReduction(own, 1 + 2 * client.world_size, client.world_size)
         self._peers = Peers(client)
+        if self._elsewhere:
+            self._peers.end_waits_of_torch()
         self._open: _OpenStep | None = None
         self._is_made = False
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
