@@ -36,11 +36,11 @@ def cluster() -> Iterator[LaneCluster]:
 
 
 def workers(
-    cluster: LaneCluster, run: str, deadline_s: float = 60.0
+    cluster: LaneCluster, run: str, deadline_s: float = 60.0, groups: tuple[str, ...] = GROUPS
 ) -> AbstractContextManager[list[Worker]]:
     """All workers of a run."""
-    make = partial(Trainer, name="model", groups=GROUPS)
-    return ordered_workers(cluster, run, make, len(GROUPS), deadline_s)
+    make = partial(Trainer, name="model", groups=groups)
+    return ordered_workers(cluster, run, make, len(groups), deadline_s)
 
 
 def join(cluster: LaneCluster) -> None:
@@ -69,6 +69,22 @@ def test_a_member_whose_script_fails_is_named_at_all_others(cluster: LaneCluster
             assert "worker 1 was declared gone: its process has ended" in said
         with pytest.raises(JoinRefused, match="worker 1 joins others that train"):
             join(cluster)
+
+
+def test_a_worker_that_is_alone_in_its_group_hears_of_it_too(cluster: LaneCluster) -> None:
+    with workers(cluster, "alone", groups=("a", "b", "b", "c")) as (first, victim, member, second):
+        for worker in (first, member, second):
+            begun(worker)
+        victim.pipe.send("fail")
+        assert member.hear()[0] == "WorkerLost"
+        member.pipe.send("leave")
+        assert member.hear() == "left"
+        assert [first.hear(), second.hear()] == [2, 2]
+        for worker in (first, second):
+            begun(worker)
+            kind, said = worker.hear()
+            assert kind == "WorkerLost"
+            assert "worker 1 was declared gone: its process has ended" in said
 
 
 @pytest.mark.thorough

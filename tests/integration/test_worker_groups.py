@@ -227,13 +227,15 @@ def test_members_that_disagree_with_the_servers_are_told_why(pool: Pool) -> None
         assert "disagree about clock 1" in str(each)
 
 
+@pytest.mark.parametrize("groups", [PAIRS, UNEQUAL], ids="".join)
 def test_a_change_of_the_consistency_from_outside_is_refused_until_it_is_set_back(
-    workers: Workers,
+    workers: Workers, groups: Sequence[str]
 ) -> None:
-    runs = workers.run(jobs.change_from_outside, name="outside", groups=PAIRS)
+    name = f"outside {''.join(groups)}"
+    runs = workers.run(jobs.change_from_outside, name=name, groups=groups)
     for told, found in runs:
-        assert "table 'outside/0/float32' is under asp now, and aggregate_within needs BSP" in told
-        assert_bits([found], in_one_process(PAIRS)[1:2])
+        assert f"table '{name}/0/float32' is under asp now, and aggregate_within needs BSP" in told
+        assert_bits([found], in_one_process(groups)[1:2])
 
 
 def test_what_does_not_fit_is_refused(workers: Workers) -> None:

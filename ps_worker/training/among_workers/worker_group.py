@@ -111,12 +111,14 @@ class WorkerGroup:
             WorkerLost: a worker of the cluster has ended.
             WaitExpired: a member is late; the next call waits on.
         """
-        if self.is_alone:
+        if self._group is None:  # the cluster has no groups
             return scale
         begun = self._begun
         if begun is None:
             self._everyone.check()
             self._check_lockstep(tables)
+            if self.is_alone:
+                return scale
             begun = self._begin([table for table in tables if not table.is_asleep], scale)
         if begun.agreed is None:
             begun.reduction.wait(self._peers)
