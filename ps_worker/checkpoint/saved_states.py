@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,22 @@ def states_of_all(url: str, name: str) -> dict[int, Any]:
             header = reader.headers[worker.file].worker if worker.file else None
             if header is not None and name in header.state:
                 found[worker.rank] = decode({name: header.state[name]}, {})[name]
+    return found
+
+
+def states_beyond(url: str, name: str, worker_count: int) -> dict[int, Any]:
+    """The state of this name of each worker of a checkpoint whose rank is `worker_count` or above,
+    by rank; reads their parts.
+    """
+    found = {}
+    with CheckpointReader(CheckpointDirectory(locate(url))) as reader:
+        for worker in reader.manifest.workers:
+            header = reader.headers[worker.file] if worker.file else None
+            if worker.rank < worker_count or header is None or header.worker is None:
+                continue
+            if name in header.worker.state:
+                read = partial(reader.read_file, worker.file)
+                found[worker.rank] = decoded(header, read)[name]
     return found
 
 

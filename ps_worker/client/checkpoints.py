@@ -122,6 +122,18 @@ class ClientCheckpoints:
 
         return states_of_all(self.restored_from, name)
 
+    def states_of_fewer(self, name: str) -> dict[int, Any]:
+        """The attached state of this name, by rank, of each worker in the checkpoint that the
+        cluster was started from for whose rank there is no worker now: it is rank 0's to go on
+        from; others get none. Reads the checkpoint.
+        """
+        is_first = self._engine.session.rank == 0 and not self._engine.is_late_joiner
+        if not is_first or not self.restored_from or self.imported is not None:
+            return {}
+        from ps_worker.checkpoint.saved_states import states_beyond
+
+        return states_beyond(self.restored_from, name, self._engine.world_size)
+
     @property
     def imported(self) -> Imported | None:
         """The checkpoint that the cluster was started from, if it was imported; reads it."""

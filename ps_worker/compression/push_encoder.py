@@ -221,6 +221,13 @@ class PushEncoder:
             if "guard" in state:
                 self._guard.load(state["guard"].numpy())
 
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Add what another worker saved, which does not come back; its starts and what its guard
+        has seen are left.
+        """
+        if self._residuals is not None and state:
+            self._residuals.add(state["residuals"].numpy(), float(state["scale"]))
+
     # --- elements
 
     def _elements(self, payload: memoryview, length: int) -> Floats:

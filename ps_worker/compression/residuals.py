@@ -121,17 +121,33 @@ class Residuals:
         """Go on from the residuals of a checkpoint, and from its starts, unless a codec with others
         saved them. Shapes: as of `flat` and `flat_starts`.
         """
+        self._check(flat)
+        self._newest[:] = 0
+        self._values[0] = flat
+        self._starts[0] = 0 if starts is None or starts.shape != self._starts[0].shape else starts
+        self._open.clear()
+        self._unit = unit
+
+    def add(self, flat: Floats, unit: float) -> None:
+        """Take over another worker's residuals, of that unit, between two steps. Shapes: as of
+        `flat`.
+        """
+        if not unit:  # it had taken no step
+            return
+        self._check(flat)
+        self._unit = self._unit or unit
+        factor = np.float32(unit / self._unit)
+        for block in range(self._table.block_count):
+            part = self._part(block)
+            self._values[self._newest[block], part] += factor * flat[part]
+
+    def _check(self, flat: Floats) -> None:
         count = self._table.spec.element_count
         if flat.shape != (count,):
             raise InvalidCheckpoint(
                 f"the residuals of table '{self._table.spec.name}' have {flat.shape} elements; "
                 f"expected {count}"
             )
-        self._newest[:] = 0
-        self._values[0] = flat
-        self._starts[0] = 0 if starts is None or starts.shape != self._starts[0].shape else starts
-        self._open.clear()
-        self._unit = unit
 
     def _part(self, block: int) -> slice:
         begin = block * self._table.spec.block_elements

@@ -524,6 +524,10 @@ class PushResiduals:
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
         self._encoder.load_state_dict(state_dict)
 
+    def take_over(self, state_dict: Mapping[str, Any]) -> None:
+        """Add what another worker has left, which does not come back."""
+        self._encoder.take_over(state_dict)
+
 
 class TableHandle:
     """A table for the client's verbs; `create_table` and `table` return it.

@@ -89,12 +89,12 @@ def train(client: ps.Client, recipe: Recipe, until: int, save_at: int = 0) -> nn
 
 
 def together(
-    address: str, count: int, work: Callable[[ps.Client], Any], lane: str = "auto"
+    address: str, count: int, work: Callable[[ps.Client], Any], lane: str = "auto", **settings: Any
 ) -> list[Any]:
     """Do `work` at so many workers at once; what each gave, by rank."""
 
     def one(rank: int) -> Any:
-        options: Any = {"rank": rank, "lane": lane, "request_deadline_s": DEADLINE_S}
+        options: Any = {"rank": rank, "lane": lane, "request_deadline_s": DEADLINE_S, **settings}
         with ps.connect(address, **options) as client:
             return work(client)
 

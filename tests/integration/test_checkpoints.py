@@ -115,6 +115,33 @@ def test_a_resume_without_feedback_says_that_it_drops_what_is_left(
     assert not torch.equal(before_sign, after_sign)
 
 
+def test_a_resume_with_fewer_workers_keeps_what_the_others_codecs_have_left(tmp_path: Path) -> None:
+    root = str(tmp_path)
+
+    def left(client: ps.Client) -> torch.Tensor:
+        torch.manual_seed(5)
+        model = torch.nn.Linear(8, 8)
+        optimizer = ps.DistributedOptimizer(client, model, ps.SGD(lr=0.1), name="model")
+        if not client.restored_from:
+            (model(torch.ones(2, 8)).square().sum() * (client.rank + 1)).backward()
+            optimizer.step()
+            client.checkpoint().wait()
+        (table,) = client.tables.handles
+        assert table.steps.residuals is not None
+        found: torch.Tensor = table.steps.residuals.state_dict()["residuals"]
+        return found
+
+    def of(count: int, resume: str) -> list[torch.Tensor]:
+        with ps.local_cluster(1, count, checkpoint_url=root, resume=resume) as cluster:
+            return together(cluster.address, count, left, push_codec="int8")
+
+    before = of(3, "")
+    first, second = of(2, root)
+    assert before[2].any()
+    torch.testing.assert_close(first, before[0] + before[2])
+    assert torch.equal(second, before[1])
+
+
 COUNT, BLOCK = 5_000, 64
 
 

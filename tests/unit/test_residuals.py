@@ -23,6 +23,7 @@ from ps_core.keys import TableId
 from ps_core.tables.elements import Codec, DType, pack_presence
 from ps_core.tables.table import Table
 from ps_worker.compression.push_encoder import CodedPayload, PushEncoder, decode_into
+from ps_worker.compression.residuals import Residuals
 from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs, codecs_of
 from ps_worker.spec.optimizers import SGD, Assign
 from ps_worker.spec.settings import TableOptions, table_spec
@@ -590,3 +591,19 @@ def test_a_gradient_that_is_not_finite_does_not_spoil_what_is_left_of_a_dense_bl
     encoder.encode(60, BlockValues(0, outlier.data.cast("B")))
     encoder.sealed(60, 1.0, takes_part=True)
     assert np.isfinite(encoder.state_dict()["residuals"].numpy()).all()
+
+
+def test_what_another_worker_has_left_is_added_in_its_own_unit() -> None:
+    drawn = np.random.default_rng(3).normal(size=(2, COUNT)).astype(np.float32)
+    own, others = drawn
+    residuals, fresh = Residuals(table(), [0, 0, 0]), Residuals(table(), [0, 0, 0])
+    residuals.load(own, 2.0, None)
+    residuals.add(others, 4.0)
+    assert np.allclose(residuals.flat(), own + 2.0 * others)
+    residuals.add(others, 0.0)  # of a worker that had taken no step
+    assert residuals.unit == 2.0
+    fresh.add(others, 4.0)
+    assert np.array_equal(fresh.flat(), others)
+    assert fresh.unit == 4.0
+    with pytest.raises(InvalidCheckpoint, match="expected 300"):
+        residuals.add(others[1:], 4.0)
