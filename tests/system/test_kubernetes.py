@@ -233,7 +233,7 @@ def test_components_fit_the_pods(with_all: str) -> None:
 
 
 def test_the_network_policy_lets_a_run_s_own_pods_in(with_all: str) -> None:
-    (policy,) = [m["spec"] for m in manifests(with_all) if m["kind"] == "NetworkPolicy"]
+    policy, _ = policies(with_all)
     own, scraped = policy["ingress"]
     (peer,) = own["from"]
     for labels in (policy["podSelector"]["matchLabels"], peer["podSelector"]["matchLabels"]):
@@ -242,6 +242,22 @@ def test_the_network_policy_lets_a_run_s_own_pods_in(with_all: str) -> None:
     taken = {port["port"] for rule in (own, scraped) for port in rule["ports"]}
     offered = {p["containerPort"] for c in COMPONENTS for p in container(c, with_all)["ports"]}
     assert taken == offered
+
+
+def test_the_network_policy_lets_workers_reach_each_other(with_all: str) -> None:
+    """torch.distributed takes any port."""
+    _, policy = policies(with_all)
+    (rule,) = policy["ingress"]
+    (peer,) = rule.pop("from")
+    assert rule == {}
+    for labels in (policy["podSelector"]["matchLabels"], peer["podSelector"]["matchLabels"]):
+        assert labels[INSTANCE] == "all-pushpull"
+        assert selected_by(labels, with_all) == ["worker"]
+
+
+def policies(folder: str) -> list[Manifest]:
+    """The NetworkPolicies: of all pods, and of the workers'."""
+    return [m["spec"] for m in manifests(folder) if m["kind"] == "NetworkPolicy"]
 
 
 def services(folder: str) -> dict[str, Manifest]:
