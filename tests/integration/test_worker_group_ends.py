@@ -49,6 +49,18 @@ def join(cluster: LaneCluster) -> None:
         ps.DistributedOptimizer(client, model, sgd, name="model", aggregate_within="b")
 
 
+def check_next_steps(member: Worker, *others: Worker) -> None:
+    """The member leaves; the others, in other groups, end their step, and not the next one."""
+    member.pipe.send("leave")
+    assert member.hear() == "left"
+    assert [worker.hear() for worker in others] == [2] * len(others)
+    for worker in others:
+        begun(worker)
+        kind, said = worker.hear()
+        assert kind == "WorkerLost"
+        assert "worker 1 was declared gone: its process has ended" in said
+
+
 def test_a_member_whose_script_fails_is_named_at_all_others(cluster: LaneCluster) -> None:
     """Those of its group hear of it in the step that they have begun, others in the next."""
     with workers(cluster, "failed") as (first, victim, member, second):
@@ -59,14 +71,7 @@ def test_a_member_whose_script_fails_is_named_at_all_others(cluster: LaneCluster
         assert kind == "WorkerLost"
         assert said.startswith("worker 1 was declared gone: its process has ended")
         assert REMEDY in said
-        member.pipe.send("leave")
-        assert member.hear() == "left"
-        assert [first.hear(), second.hear()] == [2, 2]
-        for worker in (first, second):
-            begun(worker)
-            kind, said = worker.hear()
-            assert kind == "WorkerLost"
-            assert "worker 1 was declared gone: its process has ended" in said
+        check_next_steps(member, first, second)
         with pytest.raises(JoinRefused, match="worker 1 joins others that train"):
             join(cluster)
 
@@ -77,14 +82,7 @@ def test_a_worker_that_is_alone_in_its_group_hears_of_it_too(cluster: LaneCluste
             begun(worker)
         victim.pipe.send("fail")
         assert member.hear()[0] == "WorkerLost"
-        member.pipe.send("leave")
-        assert member.hear() == "left"
-        assert [first.hear(), second.hear()] == [2, 2]
-        for worker in (first, second):
-            begun(worker)
-            kind, said = worker.hear()
-            assert kind == "WorkerLost"
-            assert "worker 1 was declared gone: its process has ended" in said
+        check_next_steps(member, first, second)
 
 
 @pytest.mark.thorough
