@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ps_core import limits
 from ps_core.change import Checkpoint
@@ -62,6 +62,13 @@ class HasState(Protocol):
     def state_dict(self) -> Mapping[str, Any]: ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+@runtime_checkable
+class TakesOver(Protocol):
+    """A state that can go on from those of further workers as well."""
+
+    def take_over(self, state_dict: Any, /) -> Any: ...
 
 
 class Question(Enum):

@@ -97,6 +97,7 @@ def _payload(tensor: torch.Tensor) -> WorkerTensor:
 class RestoredStates:
     """The states that a worker takes from a checkpoint: its rank's (`is_own`), or else the lowest
     rank's; reads the part. `imported`: the contents, if it was made from a plain state dict.
+    `rank_count`: one more than the highest rank.
     """
 
     def __init__(self, url: str, rank: int) -> None:
@@ -106,6 +107,7 @@ class RestoredStates:
             self.table_names = tuple(reader.tables)
             if reader.manifest.is_imported:
                 self.imported = Imported.of(url, [table.spec for table in reader.tables.values()])
+            self.rank_count = max((w.rank + 1 for w in reader.manifest.workers), default=0)
             workers = sorted(reader.manifest.workers, key=lambda w: (w.rank != rank, w.rank))
             found = next((worker for worker in workers if worker.file), None)
             self.is_own = found is not None and found.rank == rank

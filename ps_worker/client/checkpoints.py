@@ -15,7 +15,7 @@ from ps_runtime.checkpoint.calls import MadeCheckpoint, create_checkpoint, resto
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_runtime.system.future_waits import result_of
-from ps_worker.checkpoint.save_points import HasState, SavePoints
+from ps_worker.checkpoint.save_points import HasState, SavePoints, TakesOver
 from ps_worker.client.connection import GRACE_S, ClientConnection
 from ps_worker.client.tables import ClientTables
 
@@ -122,18 +122,6 @@ class ClientCheckpoints:
 
         return states_of_all(self.restored_from, name)
 
-    def states_of_fewer(self, name: str) -> dict[int, Any]:
-        """The attached state of this name, by rank, of each worker in the checkpoint that the
-        cluster was started from for whose rank there is no worker now: it is rank 0's to go on
-        from; others get none. Reads the checkpoint.
-        """
-        is_first = self._engine.session.rank == 0 and not self._engine.is_late_joiner
-        if not is_first or not self.restored_from or self.imported is not None:
-            return {}
-        from ps_worker.checkpoint.saved_states import states_beyond
-
-        return states_beyond(self.restored_from, name, self._engine.world_size)
-
     @property
     def imported(self) -> Imported | None:
         """The checkpoint that the cluster was started from, if it was imported; reads it."""
@@ -227,8 +215,10 @@ class ClientCheckpoints:
             name: unique in this worker; the same after a restart.
             state: the object; save points call `state_dict`, and this call `load_state_dict`.
             per_rank: it differs from worker to worker, as a position in the data does. Then a
-                worker whose rank the checkpoint does not have keeps `state` as it is; else it takes
-                over the lowest rank's.
+                worker whose rank the checkpoint does not have keeps `state` as it is; else it loads
+                the lowest rank's. If the checkpoint has ranks that the cluster does not have,
+                worker 0 calls `state.take_over` with what each of them saved; it is dropped with a
+                warning if there is no such method.
 
         Blocking: while the checkpoint's part is read, the first time.
 
@@ -242,8 +232,30 @@ class ClientCheckpoints:
         found = self.restored_state(name, per_rank=per_rank)
         if found is not None:
             state.load_state_dict(found)
-        elif not per_rank and self._restored_states() is not None and not self.imported:
+        if per_rank:
+            self._take_over_absent(name, state)
+        elif found is None and self._restored_states() is not None and not self.imported:
             logs.warning("state_not_in_checkpoint", name=name, url=self.restored_from)
+
+    def _take_over_absent(self, name: str, state: HasState) -> None:
+        """Go on from what workers of the checkpoint saved for whose ranks there is none now."""
+        restored, world_size = self._restored_states(), self._engine.world_size
+        if restored is None or self._engine.session.rank or restored.rank_count <= world_size:
+            return
+        from ps_worker.checkpoint.saved_states import states_beyond
+
+        found = states_beyond(self.restored_from, name, world_size)
+        saved = {rank: each for rank, each in found.items() if each}
+        if isinstance(state, TakesOver):
+            for each in saved.values():
+                state.take_over(each)
+        elif saved:
+            logs.warning(
+                "state_of_absent_workers_dropped",
+                name=name,
+                ranks=",".join(map(str, saved)),
+                remedy=f"resume with {restored.rank_count} workers, or give it a take_over method",
+            )
 
     def save_point(self) -> None:
         """Mark a point where the last step is complete, schedules and data position included, and

@@ -662,8 +662,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         name = f"residuals/{table.name}"
         if residuals is not None:
             checkpoints.attach(name, residuals, per_rank=True)
-            for state in checkpoints.states_of_fewer(name).values():
-                residuals.take_over(state)
         elif checkpoints.restored_state(name, per_rank=True):
             logs.warning(
                 "residuals_dropped",

@@ -142,6 +142,52 @@ def test_a_resume_with_fewer_workers_keeps_what_the_others_codecs_have_left(tmp_
     assert torch.equal(second, before[1])
 
 
+class Counted:
+    """What some workers have of a count."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count} if self.count else {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state.get("count", 0)
+
+
+class Summed(Counted):
+    def take_over(self, state: dict[str, int]) -> None:
+        self.count += state["count"]
+
+
+def test_fewer_workers_take_over_the_states_of_the_others_or_say_what_is_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = str(tmp_path)
+
+    def counts(client: ps.Client) -> tuple[int, ...]:
+        first = 0 if client.restored_from else client.rank
+        states = {"summed": Summed(first), "plain": Counted(first), "none": Counted(0)}
+        for name, state in states.items():
+            client.attach_state(name, state, per_rank=True)
+        if not client.restored_from:
+            client.create_table("any", 4, optimizer=ps.SGD(lr=1.0))
+            client.checkpoint().wait()
+        return tuple(state.count for state in states.values())
+
+    with ps.local_cluster(1, 4, checkpoint_url=root) as cluster:
+        together(cluster.address, 4, counts)
+    with ps.local_cluster(1, 4, resume=root) as cluster:
+        assert together(cluster.address, 4, counts)[3] == (3, 3, 0)
+    assert "state_of_absent_workers_dropped" not in caplog.text
+    with ps.local_cluster(1, 2, resume=root) as cluster:
+        assert together(cluster.address, 2, counts) == [(0 + 2 + 3, 0, 0), (1, 1, 0)]
+    (told,) = [r.message for r in caplog.records if "absent_workers" in r.message]
+    assert "name=plain" in told
+    assert 'ranks="2,3"' in told or "ranks=2,3" in told
+    assert "resume with 4 workers" in told
+
+
 COUNT, BLOCK = 5_000, 64
 
 

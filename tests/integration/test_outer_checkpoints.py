@@ -63,6 +63,40 @@ class Run:
 
 
 @pytest.mark.slow
+def test_fewer_workers_say_whose_inner_steps_are_dropped_and_keep_what_codecs_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, at = str(tmp_path), 2 * INNER_STEPS - 1
+
+    def left(client: ps.Client) -> torch.Tensor:
+        trainer = Trainer(client, "model", adamw())
+        if not client.restored_from:
+            for _ in range(at):
+                trainer.step()
+            client.checkpoint().wait(WAIT_S)
+        residuals = trainer.optimizer.trained_model.tables[0].handle.steps.residuals
+        assert residuals is not None
+        found: torch.Tensor = residuals.state_dict()["residuals"]
+        if client.restored_from:
+            assert trainer.optimizer.trained_model.inner_steps.at(1) == at
+            trainer.step()  # an outer step, of this worker alone
+            assert trainer.optimizer.clock == 2
+        return found
+
+    def of(count: int, resume: str) -> list[torch.Tensor]:
+        with ps.local_cluster(1, count, checkpoint_url=root, resume=resume) as cluster:
+            return resumed_training.together(cluster.address, count, left, push_codec="int8")
+
+    first, second = of(2, "")
+    assert second.any()
+    (found,) = of(1, root)
+    torch.testing.assert_close(found, first + second)
+    (told,) = [r.message for r in caplog.records if "absent_workers" in r.message]
+    assert "name=inner_steps/model" in told
+    assert "ranks=1 " in told
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(180)  # four clusters, one after the other
 @pytest.mark.parametrize(
     "options",

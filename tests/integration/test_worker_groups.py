@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from tests.integration.replicated_cluster import replicated_cluster
 from tests.integration.training_jobs import Values
 from tests.integration.training_models import Branched, batches, differing, seeded, values
 from tests.integration.worker_pool import Pool, WorkerFailed, Workers
+from tests.unit.package_folder import install
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -145,6 +148,34 @@ def test_the_reduced_gradient_is_clipped(workers: Workers) -> None:
     torch.testing.assert_close(
         runs[0].history[-1], in_one_process(UNEQUAL, clip_norm=0.1)[-1], rtol=1e-4, atol=1e-6
     )
+
+
+HEAVY = """
+class Heavy:
+    hyperparameters = {"lr": 0.1}
+    slots = {"speed": 0.0}
+
+    def update(self, values, state, gradient, numbers, step):
+        speed = state["speed"].mul_(0.9).add_(gradient)
+        return values.sub_(speed, alpha=numbers["lr"]), {"speed": speed}
+"""
+
+
+@pytest.mark.thorough
+def test_a_custom_update_gets_the_mean_of_all(pool: Pool, tmp_path: Path) -> None:
+    updates = {"heavy": "heavy_updates:Heavy"}
+    install(tmp_path / "heavy", "heavy-updates", "1.0", {"heavy_updates": HEAVY}, updates)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(
+            "PYTHONPATH", f"{tmp_path / 'heavy'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        )
+        cluster = ps.local_cluster(servers=2, workers=WORKERS)
+    with cluster, pool.connected(cluster.address, WORKERS) as workers:
+        heavy = ps.Custom("heavy")
+        runs = workers.run(jobs.train, name="heavy", groups=UNEQUAL, steps=STEPS, optimizer=heavy)
+    assert_alike([run.history[-1] for run in runs])
+    for ours, expected in zip(runs[0].history, in_one_process(UNEQUAL), strict=True):
+        torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.thorough
