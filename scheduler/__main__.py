@@ -99,7 +99,8 @@ async def serve(settings: SchedulerConfig, start: SchedulerStart, secret: bytes)
         stop.cancel()
         servicer.checkpointing.give_up("the scheduler ends")
         servicer.close()
-        await servicer.checkpointing.close()
+        goes_on = start.journal is not None and not servicer.has_finished
+        await servicer.checkpointing.close(goes_on=goes_on)
         with contextlib.suppress(PushpullError):  # of the journal, logged before
             await servicer.flushed()
         await node.stop(settings.drain_grace_s)
@@ -144,10 +145,11 @@ async def _until_the_end(
 
 async def _all_done(settings: SchedulerConfig, servicer: SchedulerServicer) -> None:
     if settings.stop_when_done and settings.checkpoint_url:
-        while not servicer.has_finished:
+        has_ended = servicer.has_finished
+        while not has_ended:
             await servicer.until_workers_are_done()
             await _make_last(settings, servicer, "the end of training")
-            servicer.finish()
+            has_ended = servicer.finish()
     await servicer.until_finished()
     if await servicer.until_servers_have_left(SERVERS_LEAVE_WITHIN_S):
         logs.info("stopping", reason="all workers and servers have left")

@@ -4,6 +4,8 @@ Rules:
     - A checkpoint newer than the oldest kept one is not removed, because it may be about to be
       written; nor is one that a kept one refers to.
     - The newest go first, so that a removal that breaks off leaves no dangling reference.
+    - A running cluster reads the checkpoint that it began from as long as it goes on: a table or a
+      state may come late.
     - Several runs may write under one URL. A cluster removes only its own run's.
 """
 
@@ -16,11 +18,14 @@ from ps_core.manifest import Manifest
 from ps_runtime.checkpoint.store import CheckpointStore
 
 
-def prune(store: CheckpointStore, keep: int, run: Collection[bytes] | None = None) -> list[str]:
+def prune(
+    store: CheckpointStore, keep: int, run: Collection[bytes] | None = None, source: str = ""
+) -> list[str]:
     """Remove all checkpoints older than the newest `keep` good ones, save those referred to;
     returns their names. InvalidConfig if `keep` is below 1.
 
     `run` has one run's timelines: checkpoints of others neither count nor go. None: all runs.
+    `source` is the name of the checkpoint that a running cluster began from, which stays as well.
     """
     if keep < 1:
         raise InvalidConfig(f"keep is {keep}; expected at least 1")
@@ -33,6 +38,8 @@ def prune(store: CheckpointStore, keep: int, run: Collection[bytes] | None = Non
     if not kept:
         return []
     older = names[: min(names.index(name) for name in kept)]
+    if source in older and isinstance(found := store.judged(source), Manifest):
+        kept[source] = found
     stay = {*kept, *(base for manifest in kept.values() for base in manifest.bases)}
     removed = [name for name in older if name not in stay]
     for name in reversed(removed):

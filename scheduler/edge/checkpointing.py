@@ -60,7 +60,7 @@ from scheduler.machine.checkpoint_state import (
     CheckpointMade,
     CheckpointWritten,
 )
-from scheduler.machine.checkpoints import LEAVING, UNNAMED
+from scheduler.machine.checkpoints import UNNAMED
 from scheduler.machine.cluster import STARTED_AGAIN, Cluster, Decision
 from scheduler.machine.state import ClusterSettings, Transition
 
@@ -93,7 +93,6 @@ class Checkpointing:
         self._carry_out = carry_out
         self._made: dict[int, scheduler_pb2.CreateCheckpointResponse] = {}
         self._cut_in_view = 0
-        self._has_left_parts = False
         self._given_up: deque[str] = deque(maxlen=_GIVEN_UP_COUNT)
         self._tasks: set[asyncio.Task[None]] = set()
         self._complete_count = self._failed_count = 0
@@ -133,9 +132,6 @@ class Checkpointing:
         settings = self._cluster.settings
         url = settings.checkpoint_url
         return f"{url}/{left_directory_name(settings.cluster_id)}" if url else ""
-
-    def reported(self, number: int) -> None:
-        self._has_left_parts |= number == LEAVING
 
     # --- when one is due
 
@@ -273,9 +269,12 @@ class Checkpointing:
 
     async def _prune(self) -> None:
         url, keep = self._cluster.settings.checkpoint_url, self._keep
-        run = {self._cluster.settings.timeline, *lineage_of(self._cluster.settings)}
+        settings = self._cluster.settings
+        run = {settings.timeline, *lineage_of(settings)}
+        source = "" if settings.restored is None else settings.restored.url.rpartition("/")[2]
         try:
-            for name in await asyncio.to_thread(lambda: prune(CheckpointStore(url), keep, run)):
+            removed = await asyncio.to_thread(prune, CheckpointStore(url), keep, run, source)
+            for name in removed:
                 logs.info("checkpoint_removed", name=name)
         except PushpullError as error:
             logs.warning("checkpoints_not_pruned", url=url, reason=error.message)
@@ -299,11 +298,13 @@ class Checkpointing:
         """Fail the running checkpoint, unless only its manifest is missing."""
         self._carry_out(self._cluster.give_up_checkpoint(reason))
 
-    async def close(self) -> None:
-        """Wait for running file operations, and remove the state of workers that left."""
+    async def close(self, *, goes_on: bool) -> None:
+        """Wait for running file operations, and remove the state of workers that left, unless the
+        cluster goes on with another scheduler.
+        """
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._remove_given_up()
-        if self._has_left_parts:
+        if self._cluster.checkpoints.has_left_parts and not goes_on:
             await self._remove(self.left_url)
 
 
@@ -353,7 +354,7 @@ def lineage_of(settings: ClusterSettings) -> tuple[bytes, ...]:
 
 def manifest_of(settings: ClusterSettings, attempt: Attempt, worker_count: int) -> Manifest:
     """The manifest of a checkpoint whose parts are all written, without workers that have left."""
-    parts, workers = [], []
+    parts, workers = [], dict[int, SavedWorker]()
     names = {table_id: table.spec.name for table_id, table in attempt.cuts.items()}
     torn: set[TableId] = set()
     for node_id in sorted(attempt.servers):
@@ -362,17 +363,21 @@ def manifest_of(settings: ClusterSettings, attempt: Attempt, worker_count: int) 
         counts = {names[table_id]: written.block_count for table_id, written in part.tables.items()}
         referred = part.referred_block_count, part.referred_byte_count
         parts.append(SavedPart(part.file, part.byte_count, part.header_sha256, counts, *referred))
-    for node_id, place in sorted(attempt.workers.items(), key=lambda item: item[1].rank):
+    for node_id, place in attempt.workers.items():
         if place.rank in attempt.left:
             continue
         part = attempt.parts.get(node_id, PartReport())
         clocks = [written.clock for written in part.tables.values()] or [*place.clocks.values()]
-        clock = max(clocks, default=0)
-        workers.append(
-            SavedWorker(
-                place.rank, clock, part.file, part.byte_count, part.header_sha256, part.problem
-            )
+        saved = SavedWorker(
+            place.rank,
+            max(clocks, default=0),
+            part.file,
+            part.byte_count,
+            part.header_sha256,
+            part.problem,
         )
+        other = workers.get(place.rank, saved)  # the one that it replaces, or its replacement
+        workers[place.rank] = max(saved, other, key=lambda each: (each.file, each.problem))
     return Manifest(
         number=attempt.number,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -383,7 +388,7 @@ def manifest_of(settings: ClusterSettings, attempt: Attempt, worker_count: int) 
         worker_count=worker_count,
         tables=tuple(_saved_table(table, torn) for table in attempt.cuts.values()),
         parts=tuple(parts),
-        workers=tuple(workers),
+        workers=tuple(workers[rank] for rank in sorted(workers)),
         bases=tuple(sorted({base for n in attempt.servers for base in attempt.parts[n].bases})),
         data_sets=attempt.data_sets,
     )

@@ -167,11 +167,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         await self._until(lambda: self._view.finished)
 
     async def until_workers_are_done(self) -> None:
-        await self._until(lambda: self._cluster.members.workers_are_done)
+        """Wait until no worker is left, and none may return: time alone may bring that about."""
+        while not self._cluster.members.workers_are_done:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._cluster.settings.lease_s / 8):
+                    await self._changed.wait()
 
-    def finish(self) -> None:
-        """End the cluster, unless a worker has joined meanwhile."""
+    def finish(self) -> bool:
+        """End the cluster, unless a worker has joined meanwhile; returns True if it has ended."""
         self._carry_out(self._cluster.finish())
+        return self._cluster.view.finished
 
     async def until_servers_have_left(self, within_s: float) -> bool:
         """Wait at most so long until no server is left; False if one is."""
@@ -411,7 +416,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> pb.ReportCheckpointPartResponse:
         async with self._answering(request.session, "ReportCheckpointPart") as session:
             part = part_from_proto(request)
-            self.checkpointing.reported(request.number)
             self._carry_out(self._cluster.report_part(session, request.number, part))
             self._publication.decided((), is_news=False)
         return pb.ReportCheckpointPartResponse()
@@ -545,14 +549,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def _committed(
         self, session: Session, request: pb.SetConsistencyRequest, deadline_s: float
     ) -> TableChange:
-        """The requested change, once committed; it is withdrawn after `deadline_s`."""
+        """The requested change, once committed. After `deadline_s` it is withdrawn, unless it is
+        decided.
+        """
         wanted = ChangeRequest(
             request.table_name,
             wire.consistency_from_proto(request.consistency),
             request.after_clock,
             deadline_s,
         )
-        number = 0
+        number, is_late = 0, False
         while True:
             changed = self._changed
             found: Outcome = (
@@ -570,11 +576,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             left_s = deadline_s - clock.now_s()
             if left_s <= 0 and not number:
                 raise WaitExpired(found.reason)
+            if is_late:  # and it was not withdrawn
+                raise WaitExpired(f"{found.reason}; the change is decided, and will be made")
             try:
                 async with asyncio.timeout(left_s):
                     await changed.wait()
             except TimeoutError:
                 self._carry_out(self._cluster.tick(clock.now_s()))
+                is_late = clock.now_s() >= deadline_s
 
     def _caller(self, message: types_pb2.SessionIdentity, method: str) -> Session:
         """Parse the caller's session, and check first of all that it may call `method`."""

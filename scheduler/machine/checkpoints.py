@@ -86,6 +86,11 @@ class CheckpointAttempts:
             return None
         return Checkpoint(attempt.number, attempt.url, attempt.is_cut, attempt.base)
 
+    @property
+    def has_left_parts(self) -> bool:
+        """True if there are files of workers that have left."""
+        return any(each.part.file for each in self._state.left_parts.values())
+
     def begin(self, reason: str, now_s: float) -> tuple[PendingProposal, list[Transition]]:
         """Propose a checkpoint, or find the proposed one. `reason` is for the manifest; the result
         has number 0 if another proposal or a cut checkpoint must end first.
@@ -108,11 +113,13 @@ class CheckpointAttempts:
         for table in state.tables_of(UNNAMED):
             transitions += self._changes.propose_cut(table, number, cut_by_s, now_s)
             attempt.tables.append(table.table_id)
-        for worker in state.workers_of(UNNAMED):
+        for worker in state.workers_by_rank(UNNAMED).values():
             if _answers(state, worker):
                 attempt.awaited.add(worker.node_id)
             elif worker.state is NodeState.SILENT:
                 attempt.lose(worker, "it was silent when the checkpoint was proposed")
+            elif worker.state is NodeState.GONE:
+                attempt.lose(worker, worker.ended_words)
         return PendingProposal(self._reason(attempt, now_s), attempt.number), transitions
 
     def _obstacle(self) -> str:

@@ -377,7 +377,7 @@ class Membership:
         late = [node_id for node_id, until_s in self._may_return.items() if now_s >= until_s]
         for node_id in late:
             del self._may_return[node_id]
-        if late and self._settings.stop_when_done:
+        if self._settings.stop_when_done:
             transitions += self.finish()
         timeout_s = self._settings.worker_timeout_s
         for node in self._state.nodes_of(Role.WORKER) if timeout_s else ():

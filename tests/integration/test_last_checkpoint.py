@@ -160,6 +160,79 @@ def test_when_all_workers_have_left_it_makes_one_and_all_ends(tmp_path: Path) ->
     assert check_whole(root, "the end of training") == 5
 
 
+@pytest.mark.parametrize("timeout_s", ["1", "0"])
+def test_with_a_journal_it_makes_one_and_no_second(tmp_path: Path, timeout_s: str) -> None:
+    """Also when its last worker ended in the middle, and nobody took its place in time."""
+    root, ends_early = tmp_path / "checkpoints", timeout_s != "0"
+    settings = {"worker_timeout_s": timeout_s, "lease_s": "0.5", "heartbeat_interval_s": "0.1"}
+    settings |= {"stop_when_done": "1", "journal": str(tmp_path / "journal")}
+    with bare_cluster(root, workers=1, **settings) as cluster:
+        client = ps.connect(cluster.address)
+        table = client.create_table("t", COUNT, optimizer=ps.SGD(lr=1.0))
+        client.push_pull(table, np.ones(COUNT, np.float32))
+        if ends_early:
+            client.abandon("SIGTERM")
+        else:
+            client.close()
+        said = cluster.end_of("scheduler")
+    assert said.count("event=change_proposed") == 1
+    assert "no_last_checkpoint" not in said
+    with resolve(str(root)).reader as reader:
+        assert reader.manifest.reason == "the end of training"
+
+
+def test_who_left_is_in_checkpoints_of_the_next_scheduler(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    with bare_cluster(root, checkpoint_last_s="1", journal=str(tmp_path / "journal")) as cluster:
+        clients = [ps.connect(cluster.address, rank=rank) for rank in range(WORKERS)]
+        for client in clients:
+            table = client.create_table("t", COUNT, optimizer=ps.SGD(lr=1.0), consistency="asp")
+            client.attach_state("counted", Position(), per_rank=True)
+            client.push_pull(table, np.ones(COUNT, np.float32))
+        clients[1].close()
+        cluster.role("scheduler").send(signal.SIGTERM)
+        cluster.end_of("scheduler")
+        again = cluster.launcher.start(cluster.role("scheduler").command)
+        cluster.launcher.wait_ready(again)
+        clients[0].checkpoint("of the next").wait()
+        with resolve(str(root)).reader as reader:
+            assert reader.manifest.reason == "of the next"
+            assert [bool(worker.file) for worker in reader.manifest.workers] == [True, True]
+        clients[0].close(leave=False)
+
+
+def test_the_one_that_the_cluster_began_from_stays_while_it_goes_on(tmp_path: Path) -> None:
+    """A table that comes later begins with its values, and a state that is attached later."""
+    root = tmp_path / "checkpoints"
+
+    def stepped(client: ps.Client, name: str) -> Any:
+        table = client.create_table(name, COUNT, optimizer=ps.SGD(lr=1.0))
+        return client.push_pull(table, np.ones(COUNT, np.float32))
+
+    def counted(client: ps.Client) -> Position:
+        position = Position()
+        client.attach_state("counted", position, per_rank=True)
+        return position
+
+    with bare_cluster(root, workers=1) as cluster, ps.connect(cluster.address) as client:
+        for name in ("first", "second"):
+            stepped(client, name)
+        counted(client).seen = 7
+        client.checkpoint().wait()
+    settings = {"resume": "auto", "checkpoint_keep": "1"}
+    with (
+        bare_cluster(root, workers=1, **settings) as cluster,
+        ps.connect(cluster.address) as client,
+    ):
+        stepped(client, "first")
+        for _ in range(2):
+            client.checkpoint().wait()
+        names = CheckpointStore(str(root)).names
+        until(lambda: len(names()) == 2, "the one between is removed")
+        assert set(np.asarray(stepped(client, "second"))) == {-2.0}
+        assert counted(client).seen == 7
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("last_s", ["1", "0"])
 def test_it_waits_so_long_and_no_longer(tmp_path: Path, last_s: str) -> None:

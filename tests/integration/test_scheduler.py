@@ -12,6 +12,7 @@ import pytest
 
 from ps_core import errors, limits
 from ps_core.cluster_view import ClusterView, NodeState, Role
+from ps_core.consistency import parsed
 from ps_core.tables.elements import DType, Initializer, InitializerKind
 from ps_core.tables.table_spec import TableSpec
 from ps_runtime.cluster import wire
@@ -237,6 +238,32 @@ def test_a_creation_waits_for_servers_and_all_workers_get_one_table() -> None:
         assert view.tables == (table,)
         held = table.blocks_by_range(limits.RANGE_COUNT)
         assert {r.range_id for r in view.ranges if r.primary is not None} == set(held)
+
+    with_scheduler(test)
+
+
+def test_a_change_that_is_decided_and_not_yet_made_says_so_at_its_deadline() -> None:
+    async def test(scheduler: Running) -> None:
+        servers = [await scheduler.join(Role.SERVER) for _ in range(2)]
+        worker, _ = [await scheduler.join(Role.WORKER) for _ in range(2)]
+        await scheduler.create(worker)
+        wanted = scheduler_pb2.SetConsistencyRequest(
+            session=worker,
+            table_name=SPEC.name,
+            consistency=wire.consistency_to_proto(parsed("asp")),
+        )
+        call = asyncio.ensure_future(scheduler.stub.SetConsistency(wanted, timeout=1.5))
+        view = await scheduler.view_where(worker, lambda view: view.tables[0].proposed is not None)
+        (table,) = view.tables
+        assert table.proposed is not None
+        for server in servers:
+            prepared = scheduler_pb2.PromiseChangeRequest(
+                session=server, table_id=table.table_id, number=table.proposed.number, clock=3
+            )
+            await scheduler.stub.PromiseChange(prepared, timeout=DEADLINE_S)
+        words = ("the change is decided, and will be made",)
+        await refused(call, errors.WaitExpired, grpc.StatusCode.DEADLINE_EXCEEDED, words)
+        assert (await scheduler.status()).view.tables[0].proposed.number == table.proposed.number
 
     with_scheduler(test)
 

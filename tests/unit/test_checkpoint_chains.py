@@ -217,6 +217,14 @@ def test_what_a_kept_one_needs_is_kept(store: CheckpointStore) -> None:
     assert prune(store, 1) == [FIRST, THIRD]
 
 
+def test_what_a_running_cluster_began_from_stays_with_what_it_needs(
+    store: CheckpointStore,
+) -> None:
+    write_checkpoint(store.directory(4, CLUSTER_ID), 4)
+    assert prune(store, 1, source=THIRD) == [SECOND]
+    assert prune(store, 1, source="00000009-elsewhere") == [FIRST, THIRD]
+
+
 def test_a_bad_one_keeps_nothing(store: CheckpointStore) -> None:
     write_checkpoint(store.directory(4, CLUSTER_ID), 4)
     file_of(store, THIRD, "server-1.safetensors").unlink()

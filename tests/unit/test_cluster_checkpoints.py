@@ -16,6 +16,7 @@ from ps_core.keys import TableId
 from ps_core.manifest import PartReport, ReportedTable
 from ps_core.tables.table import Table
 from ps_runtime.cluster import wire
+from scheduler.edge.checkpointing import manifest_of
 from scheduler.machine import view_size
 from scheduler.machine.changes import ChangeRequest, PendingProposal
 from scheduler.machine.checkpoint_state import (
@@ -319,6 +320,34 @@ def test_what_a_worker_reported_before_it_left_counts() -> None:
     (written,) = cluster.happened(CheckpointWritten)
     assert written.attempt.parts[cluster.workers[1].node_id].file == "worker-1"
     assert "cannot be" in written.attempt.parts[cluster.workers[0].node_id].problem
+
+
+@pytest.mark.parametrize("answers", ["before the cut", "never", "never, gone before"])
+def test_a_rank_is_in_the_manifest_once(answers: str) -> None:
+    """Its worker is gone before the cut; and so it says where nobody takes its place."""
+    cluster = Saving()
+    if answers != "never, gone before":
+        cluster.begin()
+        cluster.promise(0, 5, 4)
+    ended = cluster.cluster.deregister(
+        cluster.workers[1], "SIGTERM", cluster.now_s, unfinished=True
+    )
+    cluster.note(ended)
+    if answers == "never, gone before":
+        cluster.begin()
+        cluster.promise(0, 5, 4)
+    if answers == "before the cut":
+        replacement = cluster.worker()
+        assert replacement.rank == 1
+        cluster.note(cluster.cluster.join_checkpoint(replacement, 7, {}, False))
+    cluster.answer(0, 5, 4)
+    cluster.promise(1, 5, 4)
+    written = cluster.all_but_one_report()
+    manifest = manifest_of(cluster.cluster.settings, written.attempt, 2)
+    first, second = manifest.workers
+    assert (first.rank, first.file, first.problem) == (0, "worker-0", "")
+    assert (second.rank, second.file) == (1, "")
+    assert "was declared gone" in second.problem
 
 
 def test_workers_without_a_state_have_nothing_to_report() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -171,6 +172,21 @@ def test_one_that_ended_in_the_middle_may_be_followed_for_as_long_as_was_left() 
     cluster.pass_time(2.0, *servers)
     assert cluster.is_finished()
     cluster.start_again()
+    assert cluster.is_finished()
+
+
+def test_one_that_is_told_only_now_to_end_with_its_workers_ends() -> None:
+    cluster, servers, workers = formed()
+    for worker in workers:
+        cluster.leave(worker)
+    found = records.read(
+        records.Differences().since(cluster.cluster.journaled(cluster.now_s)).encoded()
+    )
+    assert found is not None
+    told = replace(found, settings=replace(found.settings, stop_when_done=True))
+    cluster.cluster = Cluster.resumed(told, cluster.now_s).reply
+    assert not cluster.is_finished()
+    cluster.pass_time(LEASE_S, *servers)
     assert cluster.is_finished()
 
 

@@ -59,7 +59,7 @@ def test_what_is_written_late_into_its_directory_goes_too(
         given_up.mkdir()
         (given_up / LATE).write_bytes(b"late")
         if is_stopped:
-            await checkpointing.close()
+            await checkpointing.close(goes_on=False)
         else:
             checkpointing.published(CheckpointMade(2, f"{tmp_path}/00000002-c"), 1.0)
             await removals()
