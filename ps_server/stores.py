@@ -258,6 +258,12 @@ class Shards:
         self.received_bytes += len(payload)
         return store.decode(message.block, codec, payload, message.presence, is_shared=True)
 
+    def check_space(self, place: Place, found: Contribution | RowGradients) -> None:
+        """As `parameter_wire.Decoder`."""
+        store = self._store_at(place)
+        if isinstance(store, RowStore) and isinstance(found, RowGradients):
+            store.check_space(found)
+
     def _store_at(self, place: Place) -> Store:
         """The store of an entry, which may reach a machine that has come meanwhile: that its
         payload was not decoded is no fault of its sender.

@@ -191,7 +191,6 @@ class RowStore:
                 bits.
             InvalidTensor: another codec than the table's, a length that is none of whole rows, or a
                 value that is not finite (unless the table allows it).
-            TableFull: it is pushed, and would make rows for which there is no memory.
         """
         self._partition(block)
         what = f"partition {block} of table '{self._name}'"
@@ -206,15 +205,16 @@ class RowStore:
         self._check_ids(block, found.ids)
         if not self.table.spec.allow_non_finite:
             self._check_finite(what, found)
-        if is_pushed and not self.memory.has_space(len(found.ids) * self._made_bytes):
-            self._check_space(block, found.ids)
         if is_pushed:
             self.pushed.note(found.ids)
         self.want(block, found.ids)  # before the update that needs them
         return found
 
-    def _check_space(self, block: int, ids: Ids) -> None:
-        """TableFull if there is no memory for what a push of these ids makes."""
+    def check_space(self, found: RowGradients) -> None:
+        """TableFull if there is no memory for the rows that a push makes."""
+        block, ids = found.block, found.ids
+        if self._loaded or self.memory.has_space(len(ids) * self._made_bytes):
+            return
         missing = ids[self._partitions[block].index.find(ids) < 0]
         if block in self._candidates:
             candidates = self._candidates[block]
@@ -510,16 +510,18 @@ class RowStore:
         self.rows(block, np.frombuffer(ids, "<u8"), rows)
 
     def want(self, block: int, ids: Ids) -> list[Sequence[Waiting]]:
-        """Begin to fetch the rows of these ids that are on disk; returns what to wait for."""
+        """Begin to fetch the rows of these ids that are on disk; returns what to wait for. While
+        the thread of a load has the arrays, nothing is fetched: a pull waits for the load anyway.
+        """
         partition = self._partitions.get(block)
-        if partition is None or self._file is None:
+        if partition is None or self._file is None or self._loaded:
             return []
         numbers = partition.index.find(ids)
         return partition.arrays.want(numbers[numbers >= 0])
 
     def want_all(self, ids: Mapping[int, bytes]) -> list[Waiting]:
         """As `want`, of several partitions; nothing for what no read may have."""
-        if self._file is None:
+        if self._file is None or self._loaded:
             return []
         coming, size = [], limits.ROW_ID_BYTES
         with self._file.together():
@@ -733,7 +735,7 @@ class RowStore:
             InvalidTensor: an array is missing, or has another length than the others.
             InvalidKeys: an id is of another partition, or comes twice.
         """
-        arrays = {name: memoryview(found) for name, found in self._loaded.pop(block).items()}
+        arrays = {name: memoryview(found) for name, found in self._loaded[block].items()}
         version = self._partition(block).version
         candidates = {n: arrays.pop(n) for n in (CANDIDATES, *CANDIDATE_COLUMNS) if n in arrays}
         values = arrays.pop(VALUES, memoryview(b""))
@@ -748,6 +750,7 @@ class RowStore:
             found.append(BlockCopy(block, version, (0,), b"", tuple(candidates.items())))
         for each in found:
             self._put_in_place(block, self._piece_of(each))
+        del self._loaded[block]
 
     def _put_in_place(self, block: int, piece: RowPiece) -> None:
         partition = self._partitions[block]

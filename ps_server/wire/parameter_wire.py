@@ -152,6 +152,9 @@ class Decoder(Protocol):
     ) -> Contribution | RowGradients:
         """The same in the sender's shared memory. Recovering: that is not there any more."""
 
+    def check_space(self, place: Place, found: Contribution | RowGradients) -> None:
+        """Raise TableFull if there is no memory for the rows that this would make."""
+
 
 def seal_terms(message: parameters_pb2.Seal) -> SealTerms:
     if len(message.hyperparameters) > limits.MAX_HYPERPARAMETER_COUNT:
@@ -211,6 +214,8 @@ def push_events(
             payload = decoder.decode_shared(place, sender, message, codec)
         else:
             payload = decoder.decode(place, message.block, codec, frame.payload, message.presence)
+        if not message.was_received:
+            decoder.check_space(place, payload)
     except PushpullError as error:
         problem = _kept(error)
     has_version = message.HasField("pulled_peer_version")

@@ -256,6 +256,8 @@ class PushDriver:
             message.replaces = effect.replaces
         if body.presence:
             message.presence = body.presence
+        if effect.was_received:
+            message.was_received = True
         if body.eager is not None:
             message.eager.SetInParent()
             message.eager.hyperparameters.extend(wire.hyperparameters_to_proto(body.eager))

@@ -99,6 +99,7 @@ class PushEntry:
         carrier: the push that this seal travels with.
         given_up: replaced or refused, so a resend is a withdrawal.
         server: to which it was sent last.
+        was_received: a server has received it, perhaps one that is gone.
     """
 
     key: EntryKey
@@ -116,6 +117,7 @@ class PushEntry:
     carried: PushEntry | None = None
     carrier: PushEntry | None = None
     given_up: bool = False
+    was_received: bool = False
 
     @property
     def pushed_block(self) -> int:
@@ -200,6 +202,7 @@ class SendPush(NamedTuple):
     confirmed_sequence: int
     body: object
     inline_seal: tuple[int, StepTerms] | None
+    was_received: bool
 
 
 class SendWithdrawal(NamedTuple):
@@ -499,6 +502,7 @@ class PushWindow:
 
     def _received(self, entry: PushEntry) -> None:
         self._leave_flight(entry)
+        entry.was_received = True
         if entry.state is _SENT:
             entry.state = _RECEIVED
             entry.step.awaited.discard(entry)
@@ -678,6 +682,7 @@ class PushWindow:
             self._confirmed(entry.key),
             entry.body,
             inline,
+            entry.was_received,
         )
 
     def _poll_seals(self, now_s: float, effects: list[Effect]) -> None:

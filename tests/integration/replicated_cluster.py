@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,7 @@ class ReplicatedCluster:
         self._shape = shape
         self._lines = lines
         self._count = 0
+        self._environments: dict[int, Mapping[str, str]] = {}  # settings of some servers' own
         ready = start_scheduler(launcher, shape)
         self.address, self.scheduler_http = ready.address, ready.http_address
         self.scheduler = launcher.processes[0]
@@ -137,13 +139,16 @@ class ReplicatedCluster:
         """The servers that were neither killed nor have ended."""
         return [server for server in self.servers if server.process.exit is None]
 
-    def begin(self) -> RoleProcess:
+    def begin(self, environment: Mapping[str, str] = NOTHING) -> RoleProcess:
         """Start another server, and go on; `served` waits for it."""
         self._count += 1
+        self._environments[self._count - 1] = environment
         return self._launch(self._count - 1)
 
     def _launch(self, index: int) -> RoleProcess:
-        return start_server(self._launcher, self._shape, self.address, index)
+        environment = {**self._shape.environment, **self._environments.get(index, NOTHING)}
+        shape = replace(self._shape, environment=environment)
+        return start_server(self._launcher, shape, self.address, index)
 
     def served(self, process: RoleProcess) -> Served:
         """A server that was begun, when it serves and `views` know it."""

@@ -222,6 +222,45 @@ def test_more_pulls_at_once_than_shared_memory_holds_have_their_rows(client: ps.
     )
 
 
+@pytest.mark.thorough
+def test_a_step_that_was_received_is_taken_whole_by_a_backup_without_memory() -> None:
+    """It has rows that are there, in all partitions, and a new one. When it is sent again, the
+    backup makes that row, since the step is sealed in the other ranges.
+    """
+    ids = np.arange(1_500)
+    with replicated_cluster(servers=2, workers=2) as cluster, ExitStack() as stack:
+        clients = [
+            stack.enter_context(ps.connect(cluster.address, request_deadline_s=DEADLINE_S))
+            for _ in range(2)
+        ]
+        tables = [c.create_embedding("rows", 256, optimizer=ps.SGD(lr=1.0)) for c in clients]
+
+        def push(rank: int, own: Any) -> Any:
+            return clients[rank].push_rows(tables[rank], own, np.ones((len(own), 256), np.float32))
+
+        for client, ticket in zip(clients, [push(0, ids), push(1, ids)], strict=True):
+            client.wait(ticket)
+        first, second = cluster.living
+        cluster.kill(second)
+        small = cluster.served(cluster.begin({"PUSHPULL_MEMORY_MB": "1"}))
+        cluster.healed()
+        step = push(0, np.append(ids[:200], 10_000_000))
+        with pytest.raises(ps.WaitExpired, match="worker 1"):  # it is sealed, and all have it
+            clients[0].wait(step, timeout_s=2.0)
+        cluster.kill(first)
+        assert clients[1].wait(push(1, ids[:200])).applied
+        assert clients[0].wait(step).applied
+        assert cluster.living == [small]
+        rows = clients[0].pull_rows(tables[0], np.append(ids, 10_000_000))
+        assert (rows[:200] == -2).all()
+        assert (rows[200:1_500] == -1).all()
+        assert (rows[1_500] == -0.5).all(), "worker 1 had no gradient of it"
+        step = push(0, np.arange(20_000, 40_000))
+        clients[1].wait(push(1, ids[:1]))
+        with pytest.raises(ps.TableFull):
+            clients[0].wait(step)
+
+
 def test_rows_beyond_a_servers_memory_are_refused_and_the_rest_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -23,6 +23,8 @@ from ps_server.rows.tiered_arrays import RowsLost
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_pieces import PartitionSnapshot
 from ps_server.values.row_store import RowStore
+from ps_server.values.store_copy import IDS as ROW_IDS
+from ps_server.values.store_copy import VALUES
 from tests.deferred_disk import Deferred, DeferredDisk, FewFrames
 from tests.examples import examples
 
@@ -213,6 +215,29 @@ def test_rows_that_the_disk_does_not_give_back_are_lost_with_a_word() -> None:
     with pytest.raises(RowsLost, match="Input/output error"):
         both.pull(list(range(ID_COUNT)))
     assert isinstance(told[0], RowsLost)
+
+
+def test_a_pull_touches_no_rows_that_are_being_loaded() -> None:
+    """The thread of the load has them. All partitions of a table share a file."""
+    disk = DeferredDisk(1)
+    table = table_of(RowsSpec(PARTITIONS, SEED), OptimizerKind.SGD)
+    both = Both(table, disk, seed=1)
+    own = both.by_partition(list(range(40_000)))
+    store = both.tiered
+    for block, ids in own.items():
+        target = store.load(block, 1, (0,))
+        for name, array in ((VALUES, np.ones((len(ids), LENGTH), np.float32)), (ROW_IDS, ids)):
+            target(name, array.nbytes)[:] = array.tobytes()
+    wanted = {block: ids.tobytes() for block, ids in own.items()}
+    first, second = own
+    store.end_load(first)
+    assert store.memory_use.disk_row_count
+    assert store.want_all(wanted) == []
+    assert disk.read_count == 0
+    store.end_load(second)
+    assert store.want_all(wanted)
+    assert (store.rows(first, own[first]) == 1).all()
+    store.audit()
 
 
 class HoldingDisk(DeferredDisk):

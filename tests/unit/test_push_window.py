@@ -105,6 +105,16 @@ def test_what_an_old_owner_received_is_sent_to_the_new_one_all_the_same(
     assert [e.server for e in window.poll(6.0) if isinstance(e, SendPush)] == [FAR]
 
 
+def test_what_was_received_says_so_when_it_goes_again(window: PushWindow) -> None:
+    key, other = _push(window), _push(window, block=1)
+    first = window.poll(0.0)
+    assert [e.was_received for e in first if isinstance(e, SendPush)] == [False, False]
+    _say(window, ReplyKind.RECEIVED, key)
+    window.assign({RangeId(0): FAR, RangeId(1): FAR})
+    again = {e.key: e.was_received for e in window.poll(0.1) if isinstance(e, SendPush)}
+    assert again == {key: True, other: False}
+
+
 def test_what_an_old_owner_committed_has_ended(window: PushWindow) -> None:
     key = _push(window)
     window.poll(0.0)

@@ -97,6 +97,7 @@ LIMIT_BYTES = 4096
 def push(store: RowStore, clock: int, ids: list[int]) -> None:
     values = np.ones((len(ids), LENGTH), np.float32)
     part = store.decode(0, Codec.FP32, payload_of(np.array(ids, np.uint64), values), b"")
+    store.check_space(part)
     store.accumulate(clock, [(0, part)], 1.0)
     at_once(store.applying(clock, store.take(clock), (), 1))
 

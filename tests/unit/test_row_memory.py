@@ -34,7 +34,9 @@ def store_of(memory: RowMemory) -> RowStore:
 def push(store: RowStore, ids: range) -> None:
     values = np.ones((len(ids), LENGTH), np.float32)
     payload = payload_of(np.array(ids, np.uint64), values)
-    store.accumulate(1, [(0, store.decode(0, Codec.FP32, payload, b""))], 1.0)
+    part = store.decode(0, Codec.FP32, payload, b"")
+    store.check_space(part)
+    store.accumulate(1, [(0, part)], 1.0)
     at_once(store.applying(1, store.take(1), (), 1))
 
 

@@ -112,7 +112,7 @@ def test_a_new_row_needs_the_memory_of_what_is_stored(storage: RowStorage) -> No
     payload = payload_of(own, np.ones((len(own), 64), np.float32))
     bytes_of_a_row = 64 * BYTES.get(storage, 4) + (storage is RowStorage.INT8) + INDEX_BYTES
     with pytest.raises(TableFull, match=f"{len(own)} new rows of {bytes_of_a_row} bytes"):
-        store.decode(3, Codec.FP32, payload, b"")
+        store.check_space(store.decode(3, Codec.FP32, payload, b""))
 
 
 @pytest.mark.parametrize("storage", PACKED)

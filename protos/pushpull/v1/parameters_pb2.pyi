@@ -162,7 +162,7 @@ class StreamHeader(_message.Message):
     def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., receiver_node_id: _Optional[int] = ...) -> None: ...
 
 class BlockPush(_message.Message):
-    __slots__ = ("range_id", "assignment_epoch", "table_id", "block", "clock", "sequence", "confirmed_sequence", "codec", "kind", "replaces", "presence", "pulled_peer_version", "eager", "seal", "payload", "padding", "shared_payload", "more_follow")
+    __slots__ = ("range_id", "assignment_epoch", "table_id", "block", "clock", "sequence", "confirmed_sequence", "codec", "kind", "replaces", "presence", "pulled_peer_version", "eager", "seal", "payload", "padding", "shared_payload", "more_follow", "was_received")
     RANGE_ID_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +181,7 @@ class BlockPush(_message.Message):
     PADDING_FIELD_NUMBER: _ClassVar[int]
     SHARED_PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     MORE_FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    WAS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     range_id: int
     assignment_epoch: int
     table_id: int
@@ -199,7 +200,8 @@ class BlockPush(_message.Message):
     padding: bytes
     shared_payload: SharedPayload
     more_follow: bool
-    def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., table_id: _Optional[int] = ..., block: _Optional[int] = ..., clock: _Optional[int] = ..., sequence: _Optional[int] = ..., confirmed_sequence: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., replaces: _Optional[int] = ..., presence: _Optional[bytes] = ..., pulled_peer_version: _Optional[int] = ..., eager: _Optional[_Union[EagerStep, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., payload: _Optional[bytes] = ..., padding: _Optional[bytes] = ..., shared_payload: _Optional[_Union[SharedPayload, _Mapping]] = ..., more_follow: _Optional[bool] = ...) -> None: ...
+    was_received: bool
+    def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., table_id: _Optional[int] = ..., block: _Optional[int] = ..., clock: _Optional[int] = ..., sequence: _Optional[int] = ..., confirmed_sequence: _Optional[int] = ..., codec: _Optional[_Union[_types_pb2.Codec, str]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., replaces: _Optional[int] = ..., presence: _Optional[bytes] = ..., pulled_peer_version: _Optional[int] = ..., eager: _Optional[_Union[EagerStep, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., payload: _Optional[bytes] = ..., padding: _Optional[bytes] = ..., shared_payload: _Optional[_Union[SharedPayload, _Mapping]] = ..., more_follow: _Optional[bool] = ..., was_received: _Optional[bool] = ...) -> None: ...
 
 class BlockBatch(_message.Message):
     __slots__ = ("blocks",)
