@@ -362,11 +362,15 @@ class RangeState:
         self.staging.release(StepId(step.clock, worker.rank), byte_count)
 
     def add_to_sum(self, step: PendingStep) -> None:
-        """Count the step's released bytes in the sum of its clock (BSP)."""
-        summed = self._summed
-        more = {p.block: p.byte_count for p in step.pushes.values() if p.block not in summed}
-        summed.update(more)
-        self.staging.add_sum(sum(more.values()))
+        """Count the step's released bytes in the sum of its clock (BSP): those of a block once,
+        but the rows of each worker.
+        """
+        summed, are_rows, more = self._summed, self.table.spec.rows is not None, 0
+        for push in step.pushes.values():
+            if are_rows or push.block not in summed:
+                summed[push.block] = summed.get(push.block, 0) + push.byte_count
+                more += push.byte_count
+        self.staging.add_sum(more)
 
     @property
     def summed_bytes(self) -> int:

@@ -6,12 +6,14 @@ Rules:
     - A step is (clock, rank). Space goes to the lowest step among those with something sent here.
     - When a lower step finds no space, the highest steps are given back whole, to be sent again.
     - So two servers never favour two different workers for good, and no arrival order deadlocks.
+    - A sum of rows has the rows of each worker. What it takes beyond a step is told, and bounded by
+      the workers alone: an update needs all of it.
 
 Invariants:
-    ROOM-1  Staged bytes and sums never exceed the capacity.
+    ROOM-1  Staged bytes and sums, of rows a step of these at most, never exceed the capacity.
     ROOM-2  The capacity holds a sum and any one step whole, so the lowest step always fits.
     ROOM-3  A step never releases more than it stages.
-    ROOM-4  Sums are never larger than a step.
+    ROOM-4  Sums are never larger than a step, but for those of rows.
 """
 
 from __future__ import annotations
@@ -50,9 +52,14 @@ class StagingQuota:
         """Bytes that staged payloads and sums take."""
         return self._staged_bytes + self._summed_bytes
 
+    @property
+    def _left_by_sums(self) -> int:
+        """Bytes of the capacity that steps may stage."""
+        return self._capacity_bytes - min(self._summed_bytes, self._step_bytes)
+
     def admit(self, step: StepId, byte_count: int) -> Sequence[StepId] | None:
         """Stage one more payload of `step`; returns the steps given back for it; None: no space."""
-        free = self._capacity_bytes - self.held_bytes
+        free = self._left_by_sums - self._staged_bytes
         given_back = () if free >= byte_count else self._make_space(step, byte_count, free)
         if given_back is None:
             asked = self._waiting.get(step, 0) + byte_count
@@ -62,7 +69,7 @@ class StagingQuota:
         self._staged[step] = self._staged.get(step, 0) + byte_count
         self._staged_bytes += byte_count
         self._waiting.pop(step, None)
-        if self.held_bytes > self._capacity_bytes:
+        if self._staged_bytes > self._left_by_sums:
             raise InvariantViolation("ROOM-1", "staged more than fits")
         return given_back
 
@@ -93,9 +100,9 @@ class StagingQuota:
         else:
             self._staged.pop(step, None)
 
-    def add_sum(self, byte_count: int) -> None:
+    def add_sum(self, byte_count: int, *, are_rows: bool = False) -> None:
         self._summed_bytes += byte_count
-        if self._summed_bytes > self._step_bytes:
+        if self._summed_bytes > self._step_bytes and not are_rows:
             raise InvariantViolation(
                 "ROOM-4", f"sums have {self._summed_bytes} bytes; a step {self._step_bytes}"
             )
@@ -116,7 +123,7 @@ class StagingQuota:
         credited = 0
         for step in sorted(self._waiting):
             lower = sum(size for other, size in self._staged.items() if other <= step)
-            if lower + credited + self._waiting[step] > self._capacity_bytes - self._summed_bytes:
+            if lower + credited + self._waiting[step] > self._left_by_sums:
                 break
             credited += self._waiting.pop(step)
             turns.append(step)
@@ -180,7 +187,7 @@ class TableStaging:
         self._quota.release(step, byte_count)
 
     def add_sum(self, byte_count: int) -> None:
-        self._quota.add_sum(byte_count)
+        self._quota.add_sum(byte_count, are_rows=self._table.spec.rows is not None)
 
     def end_sum(self, byte_count: int) -> None:
         self._quota.end_sum(byte_count)

@@ -8,17 +8,21 @@ import numpy as np
 import pytest
 
 from ps_core.errors import TableFull
-from ps_core.keys import TableId
+from ps_core.keys import RangeId, TableId
 from ps_core.tables.elements import Codec, DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import RowsSpec, TableSpec
 from ps_core.work import at_once
 from ps_runtime.system.capacity import available_bytes, memory_bytes
+from ps_server.ranges.events import PushEvent, SealEvent, SealTerms
+from ps_server.ranges.range_machine import RangeMachine
+from ps_server.ranges.staging_memory import TableStaging
 from ps_server.rows.row_arrays import MemoryUse
 from ps_server.rows.row_memory import INDEX_BYTES, RowMemory
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore
+from tests.unit.machine_harness import PLACE, Bench
 from tests.unit.test_machine_cores import a_system
 
 LENGTH = 16
@@ -99,3 +103,21 @@ def test_what_is_left_is_read_from_the_system(tmp_path: Path) -> None:
     assert available_bytes(tmp_path / "nothing") == -1
     if Path("/proc/meminfo").exists():
         assert 0 < available_bytes() <= memory_bytes()
+
+
+def test_the_gate_tells_the_rows_of_every_worker_until_the_update_forms() -> None:
+    spec = TableSpec("rows", DType.FLOAT32, 4, OptimizerSpec(OptimizerKind.SGD), rows=RowsSpec(1))
+    table = Table(TableId(1), 0, spec.validated())
+    staging, store = TableStaging(table), RowStore(table, (0,))
+    machine = RangeMachine(table, RangeId(0), (0,), 3, staging)
+    staging.add(machine)
+    sizes = []
+    for rank in range(3):
+        ids = np.arange(10 * rank, 10 * rank + 10, dtype=np.uint64)
+        part = store.decode(0, Codec.FP32, payload_of(ids, np.ones((10, 4), np.float32)), b"")
+        sender = Bench.sender(rank)
+        staging.heard(sender)
+        machine.push(PushEvent(PLACE, sender, 1, 1, 0, part.byte_count, part), 1.0)
+        machine.seal(SealEvent(PLACE, sender, 2, SealTerms(1)), 1.0)
+        sizes.append(staging.held_bytes // part.byte_count)
+    assert sizes[:2] == [1, 2]
