@@ -106,7 +106,7 @@ class DataShards:
             )
         with self._opened():
             while self._begin_round():
-                batches = HandedBatches(lambda: self._connection.engine.steps.newest_clock)
+                batches = HandedBatches(lambda: self._connection.engine.steps.mark)
                 for batch in loader:
                     self._check_drawn(batches.count * size)
                     batches.hand()

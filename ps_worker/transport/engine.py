@@ -88,8 +88,8 @@ class StepSender:
 
     @property
     def mark(self) -> tuple[int, int]:
-        """Another one after each step of the script."""
-        return self.newest_clock, self.inner_count
+        """Another one after each step of the script, on whichever table."""
+        return sum(list(self.clocks.values())), self.inner_count
 
     def observe_pull(self, table_id: TableId, clock: int) -> None:
         """Measure the step of this clock, from its first push to this pull, if it is the newest."""

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -238,7 +239,14 @@ def test_a_loop_that_takes_no_steps_has_every_sample_too(client: ps.Client) -> N
     assert Counter(int(batch) for batch in shards.over(loader)) == Counter(range(count))
 
 
-def test_a_loop_that_was_left_begins_its_shards_again(client: ps.Client) -> None:
+@pytest.mark.parametrize("steps_elsewhere", [0, 50])
+def test_a_loop_that_was_left_begins_its_shards_again(
+    client: ps.Client, steps_elsewhere: int
+) -> None:
+    """What was done counts, also where another table is ahead of those that the loop trains."""
+    other = client.create_table("other", 4, optimizer=ps.SGD(lr=1.0), consistency="asp")
+    for _ in range(steps_elsewhere):
+        client.push_pull(other, np.zeros(4, np.float32))
     trainer = Trainer(client)
     seen: list[int] = []
     for batch in trainer.shards.over(trainer.loader()):
