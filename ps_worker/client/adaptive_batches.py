@@ -28,7 +28,7 @@ from ps_runtime.system.clock import now_s
 from ps_worker.client.checkpoints import ClientCheckpoints
 from ps_worker.client.collectives import CollectiveCalls
 from ps_worker.client.connection import ClientConnection
-from ps_worker.client.handed_batches import HandedBatches
+from ps_worker.client.handed_batches import CountedBatches, HandedBatches
 from ps_worker.client.tables import ClientTables
 from ps_worker.spec.batch_sizes import BatchPlan, BatchSpec, dealt
 
@@ -252,23 +252,24 @@ class AdaptiveBatches:
         self._pass_number, self._begun = state_dict["pass"], state_dict["begun"]
 
 
-class _PassBatches(Iterator[BatchT]):
+class _PassBatches(CountedBatches[BatchT]):
     """The batches of one pass, for `over`. A call that raises WaitExpired may be repeated."""
 
     def __init__(self, batches: AdaptiveBatches, loader: Iterable[BatchT]) -> None:
-        self._batches = batches
+        super().__init__(iter(()), "batches.over")
+        self._owner = batches
         self._loader = loader
-        self._iterator: Iterator[BatchT] | None = None
+        self._has_begun = False
 
     def __next__(self) -> BatchT:
-        if self._iterator is None:
-            self._batches.begin()
-            self._iterator = iter(self._loader)
-        self._batches.agree()
+        if not self._has_begun:
+            self._owner.begin()
+            self._batches, self._has_begun = iter(self._loader), True
+        self._owner.agree()
         try:
-            batch = next(self._iterator)
+            batch = next(self._batches)
         except StopIteration:
-            self._batches.end()
+            self._owner.end()
             raise
-        self._batches.hand()
+        self._owner.hand()
         return batch

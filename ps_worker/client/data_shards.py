@@ -32,7 +32,7 @@ from ps_core.errors import InvalidConfig, WaitExpired, check_config
 from ps_core.manifest import DataSetSpec
 from ps_runtime.system.clock import now_s
 from ps_worker.client.connection import GRACE_S, ClientConnection
-from ps_worker.client.handed_batches import HandedBatches, batch_size_of
+from ps_worker.client.handed_batches import CountedBatches, HandedBatches, batch_size_of
 from ps_worker.client.tables import ClientTables
 from pushpull.v1 import scheduler_pb2
 
@@ -99,6 +99,9 @@ class DataShards:
             WaitExpired: the other workers were not done in time, or no scheduler answered; the
                 message names them. Call it again to go on.
         """
+        return CountedBatches(self._over(loader, batch_size), "shards.over")
+
+    def _over(self, loader: Iterable[BatchT], batch_size: int | None) -> Iterator[BatchT]:
         size = batch_size_of(loader, batch_size)
         if getattr(getattr(loader, "batch_sampler", None), "drop_last", False):
             raise InvalidConfig(
@@ -122,6 +125,9 @@ class DataShards:
 
         Blocking, Raises: as `over`.
         """
+        return CountedBatches(self._ranges(), "shards.over")
+
+    def _ranges(self) -> Iterator[tuple[int, int]]:
         with self._opened():
             while self._begin_round():
                 while (samples := self._draw()) is not None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from ps_core.errors import InvalidConfig
+
+BatchT = TypeVar("BatchT")
 
 
 class HandedBatches:
@@ -29,6 +32,23 @@ class HandedBatches:
     @property
     def trained_count(self) -> int:
         return self.count if self._mark() != self._handed_mark else self._trained_count
+
+
+class CountedBatches(Iterator[BatchT]):
+    """The batches of `follow` and `over`, which count them as the script gets them. Who takes them
+    ahead of the training (`prefetch`) refuses them.
+
+    Args:
+        batches: the batches.
+        source: the call that returns them, as a script writes it.
+    """
+
+    def __init__(self, batches: Iterator[BatchT], source: str) -> None:
+        self._batches = batches
+        self.source = source
+
+    def __next__(self) -> BatchT:
+        return next(self._batches)
 
 
 def batch_size_of(loader: object, batch_size: int | None) -> int:

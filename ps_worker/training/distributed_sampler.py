@@ -27,7 +27,7 @@ import torch.utils.data
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_runtime.observe import logs
 from ps_worker.client.client import Client
-from ps_worker.client.handed_batches import HandedBatches, batch_size_of
+from ps_worker.client.handed_batches import CountedBatches, HandedBatches, batch_size_of
 from ps_worker.training.epoch_plan import Epoch, Stage, share_count, share_of, stage_of
 
 BatchT = TypeVar("BatchT")
@@ -145,6 +145,9 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         Raises:
             InvalidConfig: the loader has no batch size.
         """
+        return CountedBatches(self._followed(loader, batch_size), "sampler.follow")
+
+    def _followed(self, loader: Iterable[BatchT], batch_size: int | None) -> Iterator[BatchT]:
         size = batch_size_of(loader, batch_size)
         self._begun, self._batch_size = self._taken, size
         self._batches = HandedBatches(self._steps_mark)
