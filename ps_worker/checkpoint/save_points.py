@@ -169,6 +169,10 @@ class SavePoints:
         with self._changed:
             self._is_in_step = True
 
+    @property
+    def is_in_step(self) -> bool:
+        return self._is_in_step
+
     def add_model(self, trained: Trained) -> None:
         """Add tables that take their steps together, once between two save points."""
         with self._changed:

@@ -590,8 +590,9 @@ class Client:
             NotPermitted: this is not a worker.
         """
         length = dataset if isinstance(dataset, int) else len(dataset)
+        spec = DataSetSpec(name, length, shard_size, seed)
         return DataShards(
-            self.connection, self.tables, DataSetSpec(name, length, shard_size, seed), timeout_s
+            self.connection, self.tables, self.checkpoints.save_points, spec, timeout_s
         )
 
     def adaptive_batches(

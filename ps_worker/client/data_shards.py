@@ -31,6 +31,7 @@ from ps_core.consistency import Mode
 from ps_core.errors import InvalidConfig, WaitExpired, check_config
 from ps_core.manifest import DataSetSpec
 from ps_runtime.system.clock import now_s
+from ps_worker.checkpoint.save_points import SavePoints
 from ps_worker.client.connection import GRACE_S, ClientConnection
 from ps_worker.client.handed_batches import CountedBatches, HandedBatches, batch_size_of
 from ps_worker.client.tables import ClientTables
@@ -52,6 +53,7 @@ class DataShards:
         self,
         connection: ClientConnection,
         tables: ClientTables,
+        save_points: SavePoints,
         spec: DataSetSpec,
         timeout_s: float | None,
     ) -> None:
@@ -64,6 +66,7 @@ class DataShards:
         )
         self._connection = connection
         self._tables = tables
+        self._save_points = save_points
         self._spec = spec
         self._deadline_s = connection.deadline_s(timeout_s)
         self._call: Future[Any] | None = None
@@ -94,8 +97,8 @@ class DataShards:
         Blocking: at the end of the pass, while other workers have the shards that are left.
 
         Raises:
-            InvalidConfig: a table is not asynchronous; or the loader has no batch size, drops its
-                last samples, or does not draw from these shards.
+            InvalidConfig: a table is not asynchronous; or there is a HybridOptimizer; or the loader
+                has no batch size, drops its last samples, or does not draw from these shards.
             WaitExpired: the other workers were not done in time, or no scheduler answered; the
                 message names them. Call it again to go on.
         """
@@ -156,6 +159,7 @@ class DataShards:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[None]:
+        self._check_apart()
         for handle in self._tables.handles:
             setting = self._tables.consistency_of(handle)
             check_config(
@@ -177,6 +181,13 @@ class DataShards:
         finally:
             self._is_open = False
 
+    def _check_apart(self) -> None:
+        check_config(
+            not self._save_points.is_in_step,
+            "HybridOptimizer's workers take each step together, and with data shards each takes as "
+            "many as it can; expected ps.DistributedSampler for the data",
+        )
+
     def _begin_round(self) -> bool:
         """Wait for a shard; False: the pass is over, and the next one is next."""
         self._ahead.clear()
@@ -191,6 +202,7 @@ class DataShards:
 
     def _draw(self) -> range | None:
         """The samples of another shard; None if there is none for this worker now."""
+        self._check_apart()  # the script may have made a HybridOptimizer since
         self._await_ahead()
         if not self._ahead:
             return None

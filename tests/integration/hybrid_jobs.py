@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import ps_worker as ps
 from ps_worker.training.among_workers import gradient_reduction
@@ -134,6 +135,23 @@ def overflow(client: ps.Client, kind: str) -> tuple[list[Tensors], str, Tensors]
     after = trainer.values
     trainer.train(range(1, 3))
     return [before, after], said, trainer.values
+
+
+def shares_data_out(client: ps.Client) -> list[str]:
+    """What each use of data shards says: one begun before the HybridOptimizer, and both after."""
+    dataset: Any = range(2 * IDS)
+    shards = client.data_shards(dataset, shard_size=2)
+    loader: DataLoader[Any] = DataLoader(dataset, 2, sampler=shards)
+    begun = shards.over(loader)
+    next(begun)
+    Trainer(client, "plain", "shared out", rows={"consistency": "asp"})
+    said = []
+    for each in (begun, shards.over(loader), shards.ranges()):
+        try:
+            next(each)
+        except ps.InvalidConfig as refused:
+            said.append(str(refused))
+    return said
 
 
 def other_rate(client: ps.Client) -> tuple[list[Tensors], str, Tensors]:

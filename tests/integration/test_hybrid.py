@@ -134,6 +134,18 @@ def test_another_learning_rate_at_one_worker_skips_the_step_of_all(workers: Work
     assert_alike([values for _, _, values in runs])
 
 
+def test_data_shards_are_refused_where_workers_step_together(pool: Pool) -> None:
+    """Who had no shard left would keep the others waiting in their step."""
+    with (
+        ps.local_cluster(servers=1, workers=WORKERS) as cluster,
+        pool.connected(cluster.address, WORKERS) as workers,
+    ):
+        runs = workers.run(jobs.shares_data_out)
+    for said in runs:
+        words = "HybridOptimizer's workers take each step together, and with data shards each takes"
+        assert [words in one for one in said] == [True] * 3, said
+
+
 def test_a_loss_scale_reaches_both_halves(workers: Workers) -> None:
     (first, unscaled), *_ = workers.run(jobs.train, kind="plain", name="unscaled", steps=0)
     runs = workers.run(jobs.scaled)
