@@ -7,8 +7,9 @@
             ...
 
 Rules:
-    - A shard is reported when its last batch has been trained on (`HandedBatches`), or the loop has
-      ended.
+    - A shard is reported when its last batch has been trained on (`HandedBatches`). Where the
+      loader has ended and no gradient waits for a step, all are; else the rest is held for the next
+      step.
     - A loader draws samples ahead of the training, so drawing never waits for shards that others
       have: it ends, `over` reports what was trained on, waits, and iterates the loader once more.
     - While one shard is trained on, another is leased in the background, by the call that reports
@@ -98,7 +99,8 @@ class DataShards:
 
         Raises:
             InvalidConfig: a table is not asynchronous; or there is a HybridOptimizer; or the loader
-                has no batch size, drops its last samples, or does not draw from these shards.
+                has no batch size, drops its last samples, or does not draw from these shards; or
+                the loop asks on at the end of the pass while gradients wait for a step.
             WaitExpired: the other workers were not done in time, or no scheduler answered; the
                 message names them. Call it again to go on.
         """
@@ -110,33 +112,34 @@ class DataShards:
             raise InvalidConfig(
                 "the loader drops its last samples, which the pass counts; expected drop_last=False"
             )
-        with self._opened():
-            while self._begin_round():
-                batches = HandedBatches(lambda: self._connection.engine.steps.mark)
+        with self._opened() as handed:
+            while self._begin_round(handed):
                 for batch in loader:
-                    self._check_drawn(batches.count * size)
-                    batches.hand()
-                    self._trained(batches.trained_count * size)
+                    self._check_drawn(handed.count)
+                    handed.hand(size)
+                    self._trained(handed.trained_count)
                     self._advance()
                     yield batch
-                self._trained(self._drawn_count)
+                handed.count = self._drawn_count
+                self._asked_on(handed)
 
     def ranges(self) -> Iterator[tuple[int, int]]:
         """The shards of one pass that this worker trains on, each as its first sample and the one
         after its last, for data that a script reads itself. A shard is done when the next is asked
-        for.
+        for, or after the next step where gradients wait for one.
 
         Blocking, Raises: as `over`.
         """
         return CountedBatches(self._ranges(), "shards.over")
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
-        with self._opened():
-            while self._begin_round():
+        with self._opened() as handed:
+            while self._begin_round(handed):
                 while (samples := self._draw()) is not None:
+                    handed.hand(len(samples))
                     self._advance()
                     yield samples.start, samples.stop
-                    self._trained(self._drawn_count)
+                    self._asked_on(handed)
 
     def __iter__(self) -> Iterator[int]:
         """The indexes of the samples of this worker's shards, in an order drawn for each pass.
@@ -158,7 +161,8 @@ class DataShards:
     # --- one pass
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[None]:
+    def _opened(self) -> Iterator[HandedBatches]:
+        """Begin a pass, or go on with it; gives the count of its samples."""
         self._check_apart()
         for handle in self._tables.handles:
             setting = self._tables.consistency_of(handle)
@@ -175,9 +179,12 @@ class DataShards:
                 "a shard that is done must be in the parameters; expected another optimizer, or "
                 "ps.DistributedSampler for the data",
             )
+        self._ahead.clear()
+        self._drawn.clear()
+        self._drawn_count = 0
         self._is_open = True
         try:
-            yield
+            yield HandedBatches(lambda: self._connection.engine.steps.mark)
         finally:
             self._is_open = False
 
@@ -188,12 +195,16 @@ class DataShards:
             "many as it can; expected ps.DistributedSampler for the data",
         )
 
-    def _begin_round(self) -> bool:
+    def _begin_round(self, handed: HandedBatches) -> bool:
         """Wait for a shard; False: the pass is over, and the next one is next."""
-        self._ahead.clear()
-        self._drawn.clear()
-        self._drawn_count = 0
         self._await_ahead()
+        check_config(
+            bool(self._ahead) or not self._drawn,
+            f"the loop asks on, and there are no more samples of data set '{self._spec.name}' for "
+            f"this worker now: the gradients of its last {self._drawn_count - handed.trained_count}"
+            " samples wait for a step. Expected a step before; with gradient accumulation, a "
+            "shard_size, and a number of samples, that are multiples of the samples of a step",
+        )
         if self._is_over:
             self._is_over = False
             self._pass_number += 1
@@ -219,6 +230,13 @@ class DataShards:
                 f"{self._drawn_count} from data set '{self._spec.name}'; expected a DataLoader "
                 "with sampler=shards, and its own batch_size"
             )
+
+    def _asked_on(self, handed: HandedBatches) -> None:
+        """The script asks for more than it was handed. It is done with what no gradient waits for,
+        as in an evaluation; the rest is trained on after the next step.
+        """
+        waits = self._connection.engine.steps.has_gradient
+        self._trained(handed.trained_count if waits else self._drawn_count)
 
     def _trained(self, count: int) -> None:
         """The first `count` samples that were drawn have been trained on."""

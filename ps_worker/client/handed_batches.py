@@ -11,12 +11,16 @@ BatchT = TypeVar("BatchT")
 
 
 class HandedBatches:
-    """Counts the batches of one loop. A batch is trained on once its worker has taken a step after
-    the script got it: batches that a loader fetched ahead, or that the script has in its hands, do
-    not count.
+    """Counts the batches of one loop, or their samples. A batch is trained on once its worker has
+    taken a step after the script got it: batches that a loader fetched ahead, or that the script
+    has in its hands, do not count.
 
     Args:
         mark: returns another value after each step.
+
+    Attributes:
+        count: of those that the script got; whoever counts samples corrects it where a batch was
+            smaller.
     """
 
     def __init__(self, mark: Callable[[], object]) -> None:
@@ -24,10 +28,10 @@ class HandedBatches:
         self._mark = mark
         self._trained_count, self._handed_mark = 0, mark()
 
-    def hand(self) -> None:
-        """The script gets another batch."""
+    def hand(self, count: int = 1) -> None:
+        """The script gets another batch, or so many samples."""
         self._trained_count, self._handed_mark = self.trained_count, self._mark()
-        self.count += 1
+        self.count += count
 
     @property
     def trained_count(self) -> int:

@@ -229,6 +229,7 @@ class Embedding(torch.nn.Module):
         """Forget the gradients since the last step."""
         super().zero_grad(set_to_none)
         self.trained.discard()
+        self._client.engine.steps.has_gradient = False
 
     def step(self) -> StepResult:
         """Push the gradients of all backward passes since the last step, and end the step; without

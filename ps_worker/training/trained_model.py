@@ -271,6 +271,7 @@ class TrainedModel:
         `synchronize`, would pull.
         """
         self._is_hooked = True
+        self._client.engine.steps.has_gradient = True
         self._join.gradient_came(self._edited)
         if self._common.is_interrupted and self.options.applies_on_arrival:
             raise InvalidConfig(

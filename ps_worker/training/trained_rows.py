@@ -94,6 +94,7 @@ class TrainedRows:
                     "steps the Embeddings in it, others have a step() of their own"
                 )
             self._passes.append((batch, rows))
+        self._client.engine.steps.has_gradient = True
         self.on_gradient()
 
     def discard(self) -> None:

@@ -59,6 +59,7 @@ class StepSender:
     def __init__(self, post: Callable[..., None], driver: PushDriver) -> None:
         self.clocks: dict[TableId, int] = {}  # the newest that this worker has sealed
         self.inner_count = 0  # inner steps, which have no clock
+        self.has_gradient = False  # of torch, which no step has taken
         self.assigned: set[TableId] = set()  # tables to which it has given initial values
         self._post = post
         self._driver = driver
@@ -78,6 +79,7 @@ class StepSender:
         is_step = not terms.last and terms.update_scale is None  # a final seal is not the script's
         if clock and is_step:
             self.clocks[table.table_id] = clock
+            self.has_gradient = False
         elif not clock:
             self.assigned.add(table.table_id)
         self._post(self._driver.seal, table, clock, terms)

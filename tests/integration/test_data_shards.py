@@ -43,6 +43,16 @@ def data(samples: int = SAMPLES) -> Any:
     return [torch.tensor([float(number)]) for number in range(samples)]
 
 
+class Fetched:
+    """A loader that has fetched all that there is before its first batch is trained on."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(self._loader))
+
+
 class Trainer:
     """A worker that trains a model of one weight."""
 
@@ -90,8 +100,14 @@ def status(address: str) -> scheduler_pb2.DataSetStatus:
 
 
 @pytest.fixture
-def client() -> Iterator[ps.Client]:
-    with ps.local_cluster(1, 1) as cluster, ps.connect(cluster.address) as client:
+def address() -> Iterator[str]:
+    with ps.local_cluster(1, 1) as cluster:
+        yield cluster.address
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[ps.Client]:
+    with ps.connect(address) as client:
         yield client
 
 
@@ -255,6 +271,87 @@ def test_a_loop_that_was_left_begins_its_shards_again(
             break
     again = [sample for _, sample in trainer.train(1)]
     assert Counter(again) == Counter(range(SAMPLES)) - Counter(seen[:SHARD])
+
+
+def accumulated(trainer: Trainer, given: Any, batches: int) -> list[int]:
+    """All samples of a pass, with a step after so many batches."""
+    seen: list[int] = []
+    for number, batch in enumerate(given, 1):
+        values = torch.as_tensor(batch, dtype=torch.float32).reshape(-1, 1)
+        trainer.model(values).sum().backward()
+        seen += [int(one) for one in values.flatten()]
+        if number % batches == 0:
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+    return seen
+
+
+def test_steps_of_several_batches_end_with_the_pass(client: ps.Client) -> None:
+    trainer = Trainer(client)
+    for _ in range(2):
+        seen = accumulated(trainer, trainer.shards.over(trainer.loader()), 4)
+        assert Counter(seen) == Counter(range(SAMPLES))
+    assert (trainer.shards.pass_number, trainer.optimizer.clock) == (2, 2 * SAMPLES // BATCH // 4)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_samples_without_a_step_at_the_end_of_a_pass_are_not_done(
+    address: str, client: ps.Client, reads: bool
+) -> None:
+    """A worker that dies then, or a checkpoint, would lose their gradients."""
+    trainer = Trainer(client)
+    shards = trainer.shards
+
+    def given() -> Iterator[Any]:
+        if not reads:
+            return shards.over(trainer.loader())
+        return (range(*ends) for ends in shards.ranges())
+
+    every = 5 * SHARD // (SHARD if reads else BATCH)
+    words = r"no more samples .* the gradients of its last 16 samples wait for a step\. Expected a"
+    with pytest.raises(ps.InvalidConfig, match=words):
+        accumulated(trainer, given(), every)
+    told = status(address)
+    assert (told.pass_number, told.done_count) == (0, 10)
+    assert len(accumulated(trainer, given(), every // 5)) == 2 * SHARD
+    assert shards.pass_number == 1
+
+
+def test_a_step_may_have_samples_of_a_shard_that_comes_late() -> None:
+    """The loader has ended when the other worker leaves what it has."""
+    with ps.local_cluster(1, 2) as cluster, ExitStack() as stack:
+        first, second = connected(cluster.address, stack, 2)
+        trainer = Trainer(first)
+        other = second.data_shards(SAMPLES, shard_size=SHARD)
+        ranges = other.ranges()
+        next(ranges)
+        here = (SHARDS - status(cluster.address).leased_count) * SHARD // BATCH
+        seen: list[int] = []
+        loader = Fetched(trainer.loader())
+        for number, batch in enumerate(trainer.shards.over(loader, BATCH), 1):
+            trainer.model(batch).sum().backward()
+            seen += [int(one) for one in batch.flatten()]
+            if number == here:
+                second.close()
+                until(lambda: status(cluster.address).reissued_count > 0, "they are issued again")
+            elif number in {3, SAMPLES // BATCH}:
+                trainer.optimizer.step()
+            elif number == here + 1:  # its loader has ended, and the first step had one shard
+                assert status(cluster.address).done_count == 1
+        assert Counter(seen) == Counter(range(SAMPLES))
+        assert status(cluster.address).pass_number == 1
+
+
+def test_batches_that_leave_no_gradient_are_done(client: ps.Client) -> None:
+    """As in an evaluation, and where the script drops the gradients of a batch."""
+    trainer = Trainer(client)
+    trainer.train(1)
+    for batch in trainer.shards.over(trainer.loader()):
+        trainer.model(batch)
+    for batch in trainer.shards.over(trainer.loader()):
+        trainer.model(batch).sum().backward()
+        trainer.optimizer.zero_grad()
+    assert trainer.shards.pass_number == 3
 
 
 def test_who_waits_is_told_who_has_the_last_shards_and_waits_again() -> None:
