@@ -36,6 +36,16 @@ class CheckpointTicket:
         self._deadline_s = deadline_s
         self._save_points = save_points
         self._thread = threading.get_ident()
+        self._is_waited_for = False
+        future.add_done_callback(self._tell)
+
+    def _tell(self, future: Future[MadeCheckpoint]) -> None:
+        """Log why it failed, unless a thread that waits is told, or it is the session that ended,
+        which is said elsewhere.
+        """
+        failure = None if future.cancelled() or self._is_waited_for else future.exception()
+        if failure is not None and not isinstance(failure, Fenced):
+            logs.warning("checkpoint_failed", error=failure)
 
     def done(self) -> bool:
         """True once it is complete, or has failed."""
@@ -61,6 +71,13 @@ class CheckpointTicket:
                 not: take the step, and wait again.
         """
         waits_s = self._deadline_s if timeout_s is None else timeout_s
+        self._is_waited_for = True
+        try:
+            return self._waited(waits_s)
+        finally:
+            self._is_waited_for = self.done()
+
+    def _waited(self, waits_s: float) -> MadeCheckpoint:
         end_s = now_s() + waits_s + GRACE_S
         if self._save_points is not None and threading.get_ident() == self._thread:
             self._save_points.stay(self.future.done, waits_s + GRACE_S)
@@ -166,6 +183,10 @@ class ClientCheckpoints:
         Training goes on while it is written. A call made while a checkpoint is about to be made
         returns that one; so does a worker's first call after it, if the worker has taken no step
         beyond it.
+
+        If it fails, `wait` raises the reason. If nobody waits for it, a warning is logged,
+        `event=checkpoint_failed`, and training goes on without it: so too where the cluster has no
+        place for checkpoints.
 
         `reason` is for its manifest.
 
