@@ -299,7 +299,8 @@ class ClusterView:
         return (
             f"{len(lost)} of {len(self.ranges)} key ranges are lost, with values of {tables}:"
             f" server {', '.join(map(str, servers))} had the only copy, and is gone for good. "
-            "Restore a checkpoint (pushpull checkpoint restore), or start the cluster anew"
+            "Restore a checkpoint (client.restore, or a new run with --resume), or start the "
+            "cluster anew"
         )
 
     @property
@@ -322,7 +323,7 @@ class ClusterView:
         return (
             f"{count} of {len(self.ranges)} key ranges wait for {who}, not heard for a lease, "
             f"which alone {have} their values. Where {they} cannot come back, restore a checkpoint "
-            "(pushpull checkpoint restore), or start the cluster anew"
+            "(client.restore, or a new run with --resume), or start the cluster anew"
         )
 
     @cached_property

@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from prometheus_client import CollectorRegistry
 
 import pushpull
 from docs import api, reference
+from ps_cli.__main__ import app
 from ps_core import limits
 from ps_core.errors import CATALOGUE
 from ps_runtime.grpc.errors import STATUS
@@ -36,6 +39,14 @@ FILE = re.compile(
     r"(?<![\w./-])(?:(?:ps_cli|ps_core|ps_runtime|ps_server|ps_worker|scheduler)/[\w/]+\.py|"
     r"tests/[\w/]+\.py)\b"
 )
+
+COMMAND = re.compile(r"(`?)\bpushpull ([a-z]+)\b(?! \d)(?: ([a-z]+))?")
+"""A command in backticks, or, anywhere, two words, of which the first may be a group's name. With
+a number behind it, it is the head of a file.
+"""
+
+JOINT = re.compile(r'" *\n *f?"')
+"""Where a string goes on in the next line."""
 
 SHOWN = re.compile(r"README\.md|docs/\w+/[A-Z_]+\.md|examples/|clients/.*\.md")
 """What a user reads."""
@@ -213,6 +224,31 @@ def is_there(dotted: str) -> bool:
     return not rest or not modules()[owner] or hasattr(import_module(owner), rest[0])
 
 
+@cache
+def commands() -> dict[str, frozenset[str]]:
+    """The commands of `pushpull`, each with those in its group, if it is one."""
+    top: Any = typer.main.get_command(app)
+    return {name: frozenset(getattr(each, "commands", ())) for name, each in top.commands.items()}
+
+
+def commands_that_are_not(text: str) -> Iterator[str]:
+    for found in COMMAND.finditer(JOINT.sub("", text)):
+        is_code, first, second = found.groups()
+        group = commands().get(first, frozenset())
+        if (is_code and first not in commands()) or (group and second and second not in group):
+            yield found.group()
+
+
+def test_every_command_that_a_text_names_is_there() -> None:
+    unknown = {
+        (path, words)
+        for path, text in texts().items()
+        for words in commands_that_are_not(text)
+        if path != "tests/tidy/test_documents.py"
+    }
+    assert not unknown
+
+
 def test_every_module_that_a_text_names_is_there() -> None:
     unknown = {
         (path, name)
@@ -234,6 +270,13 @@ def test_every_file_that_a_text_names_is_there() -> None:
 
 
 def test_made_up_names_are_seen() -> None:
+    for text in (
+        "`pushpull tidy`",
+        "`pushpull runs tidy`",
+        '"(pushpull checkpoint "\n    "restore)"',
+    ):
+        assert list(commands_that_are_not(text))
+    assert not list(commands_that_are_not("`pushpull status`, pushpull runs list, pushpull is"))
     (gone,) = MODULE.findall("see `ps_server.nobody.knows`")
     assert not is_there(gone)
     assert is_there("ps_core.keys.KeyRange.of")

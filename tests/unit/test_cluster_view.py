@@ -244,8 +244,8 @@ def test_what_is_lost_is_named_with_who_had_it_and_what_it_held() -> None:
     assert [r.range_id for r in view.lost_ranges] == [0, 1, 2, 3]
     assert view.lost_words == (
         "4 of 8 key ranges are lost, with values of 'hit': server 9, 12 had the only copy, and is "
-        "gone for good. Restore a checkpoint (pushpull checkpoint restore), or start the cluster "
-        "anew"
+        "gone for good. Restore a checkpoint (client.restore, or a new run with --resume), or "
+        "start the cluster anew"
     )
 
 
@@ -284,8 +284,8 @@ def test_ranges_that_wait_for_one_server_are_counted_and_its_address_is_said() -
     view = waiting_view((1,), (1,), (1,), (2,), silent=(1,))
     assert view.awaited_words == (
         "2 of 4 key ranges wait for server 1 at host:1, not heard for a lease, which alone has "
-        "their values. Where it cannot come back, restore a checkpoint (pushpull checkpoint "
-        "restore), or start the cluster anew"
+        "their values. Where it cannot come back, restore a checkpoint (client.restore, or a "
+        "new run with --resume), or start the cluster anew"
     )
 
 
