@@ -10,6 +10,7 @@ machine calls it. A script that chooses `torch.device("cuda")` needs no other li
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from ps_core.errors import InvalidConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 AUTO, NONE = "auto", "none"
+
+_GPU = re.compile(r"[0-9]+|(GPU|MIG)-[\w/-]+", re.ASCII)
+"""A GPU as CUDA knows it; by any other name it hides all of them."""
 
 _DEVICE_FILES = Path("/dev")
 
@@ -32,10 +36,11 @@ def devices_of(choice: str, inherited: Mapping[str, str], files: Path = _DEVICE_
         return []
     if choice != AUTO:
         named = [name.strip() for name in choice.split(",")]
-        if not all(named) or len(set(named)) < len(named):
+        if not all(map(_GPU.fullmatch, named)) or len(set(named)) < len(named):
             raise InvalidConfig(
                 f"devices are '{choice}'; expected auto, none, or different GPUs with commas "
-                "between them, such as 0,1,3"
+                "between them, such as 0,1,3: each by its number, or by its GPU-... or MIG-... "
+                "name in `nvidia-smi -L`"
             )
         return named
     if VISIBLE in inherited:

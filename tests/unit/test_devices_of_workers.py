@@ -9,6 +9,9 @@ import pytest
 from ps_cli.train.devices import VISIBLE, devices_of, remark, share
 from ps_core.errors import InvalidConfig
 
+GPU = "GPU-8f1d0c1e-4c0f-11ee-be56-0242ac120002"
+MIG = "MIG-3c2e0c1e-4c0f-11ee-be56-0242ac120002"
+
 
 @pytest.mark.parametrize(
     ("choice", "inherited", "expected"),
@@ -19,6 +22,9 @@ from ps_core.errors import InvalidConfig
         ("auto", "-1", []),
         ("none", "0,1", []),
         ("1,0", "5", ["1", "0"]),
+        (f"{GPU}, {MIG}", None, [GPU, MIG]),
+        ("GPU-8f1d", None, ["GPU-8f1d"]),
+        (f"MIG-{GPU}/1/0", None, [f"MIG-{GPU}/1/0"]),
     ],
 )
 def test_the_gpus_of_a_choice(
@@ -34,6 +40,16 @@ def test_the_gpus_of_a_choice(
 def test_a_choice_that_names_none_or_one_twice_is_refused(choice: str) -> None:
     with pytest.raises(InvalidConfig, match="different GPUs with commas"):
         devices_of(choice, {})
+
+
+@pytest.mark.parametrize("choice", ["cuda:0", "0,cuda:1", "gpu", "all", "-1", "0.1", "0-3", "GPU-"])
+def test_a_name_that_would_hide_all_gpus_is_refused(choice: str) -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        devices_of(choice, {})
+    assert refused.value.message == (
+        f"devices are '{choice}'; expected auto, none, or different GPUs with commas between them, "
+        "such as 0,1,3: each by its number, or by its GPU-... or MIG-... name in `nvidia-smi -L`"
+    )
 
 
 @pytest.mark.parametrize(
