@@ -526,9 +526,19 @@ class SavePoints:
             self._lost(checkpoint, error)
             return
         with self._changed:
-            writing = self._threads.submit(self._written, checkpoint, write, tables)
-            self._writing.add(writing)
-            writing.add_done_callback(self._writing.discard)
+            writing = self._submitted(partial(self._written, checkpoint, write, tables))
+        if writing is None:
+            self._written(checkpoint, write, tables)
+
+    def _submitted(self, work: Callable[[], None]) -> Future[None] | None:
+        """The work on a thread; None at the end of the interpreter, where none starts any more."""
+        try:
+            writing = self._threads.submit(work)
+        except RuntimeError:
+            return None
+        self._writing.add(writing)
+        writing.add_done_callback(self._writing.discard)
+        return writing
 
     def _written(
         self,
