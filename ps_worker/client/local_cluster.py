@@ -13,6 +13,7 @@ from ps_runtime.launch.launcher import (
     start_scheduler,
     start_servers,
 )
+from ps_worker.client.open_clients import strand
 
 
 class LocalCluster:
@@ -46,6 +47,7 @@ class LocalCluster:
 
     def _start(self, shape: ClusterShape, ready_deadline_s: float) -> None:
         self._launcher = Launcher()
+        self._has_ended = False
         self._keeps_checkpoints = bool(shape.checkpoints.url)
         with contextlib.ExitStack() as undo:
             undo.callback(self._launcher.stop)
@@ -77,8 +79,14 @@ class LocalCluster:
     def stop(self) -> None:
         """End all processes, after a checkpoint that is being made. Idempotent.
 
+        A client that is open stays so: close it before. What it has not committed is gone, and the
+        end of this process waits for nothing of it.
+
         Blocking: a few seconds at most; half a minute while a checkpoint is written.
         """
+        if not self._has_ended:
+            self._has_ended = True
+            strand(self.address)
         if self._keeps_checkpoints:  # servers have to live until it is complete
             self._launcher.end("scheduler", CHECKPOINT_GRACE_S)
         self._launcher.stop()

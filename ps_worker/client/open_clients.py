@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+import weakref
 from typing import TYPE_CHECKING, Protocol
 
 from ps_core.cluster_view import Role
@@ -16,20 +17,25 @@ from ps_worker.transport.loop import stop_background
 from ps_worker.transport.metrics import MEASURES, NODE_MEASURES
 
 if TYPE_CHECKING:
+    from ps_worker.client.connection import ClientConnection
     from ps_worker.transport.engine import Engine
 
 
 class OpenClient(Protocol):
     """A `ps_worker.client.client.Client`, which imports this module."""
 
+    connection: ClientConnection
     engine: Engine
 
-    def close(self) -> None: ...
+    def close(self, *, leave: bool = True) -> None: ...
 
     def abandon(self, reason: str) -> None: ...
 
 
 OPEN: set[OpenClient] = set()
+
+_STRANDED: weakref.WeakSet[OpenClient] = weakref.WeakSet()
+"""Clients whose cluster this process has stopped."""
 
 MEASURES.window_bytes.set_function(lambda: sum(c.engine.pushes.in_flight_bytes for c in list(OPEN)))
 NODE_MEASURES.watch(
@@ -44,6 +50,13 @@ def has_worker() -> bool:
     """
     roles = [client.engine.session.role for client in list(OPEN) if client.engine.is_alive]
     return Role.WORKER in roles
+
+
+def strand(scheduler: str) -> None:
+    """This process stops the cluster of that scheduler: at its exit, nothing of the cluster is left
+    that its clients could leave, and nobody is there to wait for them.
+    """
+    _STRANDED.update(each for each in list(OPEN) if scheduler in each.connection.config.scheduler)
 
 
 def close_all(failed_by: str = "") -> None:
@@ -62,12 +75,17 @@ def close_all(failed_by: str = "") -> None:
 
 
 def _at_exit() -> None:
-    """Close the clients of a script that did not; after an exception, abandon them."""
+    """Close the clients of a script that did not; after an exception, abandon them. Those whose
+    cluster the script has stopped only end.
+    """
     last = getattr(sys, "last_value", None)
     has_failed = last is not None and not hasattr(sys, "ps1")
     for client in list(OPEN):
         try:
-            client.abandon(type(last).__name__) if has_failed else client.close()
+            if has_failed and client not in _STRANDED:
+                client.abandon(type(last).__name__)
+            else:
+                client.close(leave=client not in _STRANDED)
         except PushpullError as failure:
             logs.error("leave_failed", error=failure)
     stop_background()

@@ -29,6 +29,17 @@ def train(address):
 
 """
 
+OF_ITS_OWN = (
+    TRAINS
+    + """
+with ps.local_cluster(checkpoint_url=sys.argv[1]) as cluster:
+    client = train(cluster.address)
+    if sys.argv[1]:
+        client.checkpoint()
+print("done")
+"""
+)
+
 OF_ANOTHER = TRAINS + "client = train(sys.argv[1])\nprint('done')\n"
 
 
@@ -38,6 +49,19 @@ def ran(script: str, argument: str) -> tuple[int, str, str]:
         capture_output=True, text=True, timeout=DEADLINE_S,
     )  # fmt: skip
     return ended.returncode, ended.stdout, ended.stderr
+
+
+def test_a_script_that_has_stopped_its_own_cluster_ends_without_a_word() -> None:
+    assert ran(OF_ITS_OWN, "") == (0, "done\n", "")
+
+
+@pytest.mark.thorough
+def test_nor_is_there_an_error_where_it_waited_for_a_checkpoint(tmp_path: Path) -> None:
+    code, output, said = ran(OF_ITS_OWN, str(tmp_path))
+    assert (code, output) == (0, "done\n")
+    assert "error " not in said.replace("error=", "")
+    assert "Traceback" not in said
+    assert "leave_failed" not in said
 
 
 def test_a_worker_with_a_state_leaves_at_the_end_of_its_script(tmp_path: Path) -> None:
