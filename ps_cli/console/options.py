@@ -39,7 +39,8 @@ class ScriptCommand(TyperCommand):
         except _UsageError as error:
             option = str(getattr(error, "option_name", ""))
             script = next((word for word in given if word.endswith(".py")), "")
-            if not option or not script:
+            is_ours = any(option in each.opts for each in self.get_params(ctx))
+            if not option or is_ours or not script:
                 raise
             refuse(
                 f"{ctx.command_path} has no option {option}; options of the script come after --, "

@@ -170,3 +170,22 @@ def test_an_option_that_is_misspelt_before_any_script_is_typers_to_tell() -> Non
     assert ran.exit_code == 2
     assert "--wrokers" in ran.stderr
     assert "--workers" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("train", "script.py", "--resume"), "Option '--resume' requires an argument"),
+        (("train", "script.py", "-w"), "Option '-w' requires an argument"),
+        (("train", "script.py", "--verbose=1"), "Option '--verbose' does not take a value"),
+        (("compare", "script.py", "--report"), "Option '--report' requires an argument"),
+    ],
+)
+def test_an_option_of_ours_without_its_value_is_not_taken_for_the_scripts(
+    arguments: tuple[str, ...], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").touch()
+    ran = CliRunner().invoke(app, arguments, prog_name="pushpull")
+    assert ran.exit_code == 2
+    assert expected in ran.stderr
