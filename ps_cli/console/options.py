@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand
+from typer.models import OptionInfo
 
 from ps_cli.console.reported import refuse
 from ps_core.errors import InvalidConfig
@@ -191,11 +192,32 @@ class ClusterOptions:
         )
 
 
+def _refuse_options_as_values(hints: Iterable[Any]) -> None:
+    for hint in hints:
+        kind, *notes = get_args(hint)
+        for option in notes:
+            if isinstance(option, OptionInfo) and kind in (str, Path, str | None, Path | None):
+                option.callback = _value
+
+
+def _value(context: typer.Context, option: typer.CallbackParam, value: Any) -> Any:
+    """The text or path that was given to an option: not the next option, whose value would then be
+    taken for an argument.
+    """
+    if str(value).startswith("--") and not context.resilient_parsing:
+        refuse(
+            f"the value of {option.opts[0]} is missing: '{value}' is in its place; expected one "
+            "that does not begin with --"
+        )
+    return value
+
+
 def options_of(cls: type[OptionsT]) -> Callable[[Callable[[OptionsT], None]], Callable[..., None]]:
     """Decorates a command whose options are the fields of the dataclass `cls`, which are annotated
     as typer wants parameters to be.
     """
     hints = get_type_hints(cls, include_extras=True)
+    _refuse_options_as_values(hints.values())
     options = inspect.signature(cls).parameters.values()
     signature = inspect.Signature([one.replace(annotation=hints[one.name]) for one in options])
 

@@ -146,6 +146,19 @@ def test_a_compiled_modules_names_are_the_plain_ones(name: str, plain: str) -> N
             "pushpull compare has no option --epochs; options of the script come after --",
         ),
         (("train", "script.py", "-e", "5"), "no option -e; options of the script come after --"),
+        (
+            ("train", "script.py", "--checkpoint-url", "--checkpoint-every", "5"),
+            "the value of --checkpoint-url is missing: '--checkpoint-every' is in its place",
+        ),
+        (
+            ("train", "--resume", "--workers", "2", "script.py"),
+            "the value of --resume is missing: '--workers' is in its place; expected one that",
+        ),
+        (("up", "--update-log", "--quiet"), "the value of --update-log is missing: '--quiet' is"),
+        (
+            ("compare", "script.py", "-o", "--verbose"),
+            "the value of --report is missing: '--verbose' is in its place",
+        ),
         (("status", "--scheduler", "localhost"), "expected host:port, such as localhost:7000"),
         (("status", "--scheduler", "http://h:7"), "expected host:port, without http://"),
         (("tables", "list", "--scheduler", "h"), "expected host:port, such as h:7000"),
