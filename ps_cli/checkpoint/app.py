@@ -9,6 +9,7 @@ import typer
 
 from ps_cli.console.output import Output
 from ps_cli.console.reported import refuse, reported
+from ps_cli.console.scheduler_query import QUERY_DEADLINE_S
 from ps_cli.status.tables import SchedulerAddress
 
 Url = Annotated[
@@ -43,7 +44,7 @@ def create(
     from ps_cli.train.run_checkpoints import create as create_checkpoint
 
     def make(output: Output) -> int:
-        url, byte_count = create_checkpoint(scheduler, reason, timeout)
+        url, byte_count = create_checkpoint(scheduler, reason, timeout, QUERY_DEADLINE_S)
         output.say(f"{url} ({byte_count:,} bytes)")
         return 0
 

@@ -54,8 +54,11 @@ async def _attempted(scheduler: str, reason: str, output: Output) -> tuple[str, 
     raise AssertionError("the last attempt returns or raises")
 
 
-def create(scheduler: str, reason: str, timeout_s: float) -> tuple[str, int]:
-    """Make a checkpoint within `timeout_s`; its directory, and the bytes of its files.
+def create(
+    scheduler: str, reason: str, timeout_s: float, answers_within_s: float = DEADLINE_S
+) -> tuple[str, int]:
+    """Make a checkpoint within `timeout_s`; its directory, and the bytes of its files. The
+    scheduler has to answer in `answers_within_s` at most.
 
     Raises:
         PushpullError: the checkpoint failed.
@@ -64,7 +67,10 @@ def create(scheduler: str, reason: str, timeout_s: float) -> tuple[str, int]:
     import ps_worker
 
     with ps_worker.connect(
-        scheduler, role="operator", request_deadline_s=timeout_s, connect_deadline_s=timeout_s
+        scheduler,
+        role="operator",
+        request_deadline_s=timeout_s,
+        connect_deadline_s=min(timeout_s, answers_within_s),
     ) as client:
         made = client.checkpoint(reason).wait()
     return made.url, made.byte_count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -258,3 +259,14 @@ def test_a_url_of_no_filesystem_is_refused(tmp_path: Path) -> None:
 def test_specs_are_in_the_form_of_the_contract() -> None:
     spec = TableSpec("t", DType.FLOAT32, 10, OptimizerSpec(OptimizerKind.SGD)).validated()
     assert spec_json(spec)["element_count"] == "10"
+
+
+@pytest.mark.timeout(30)
+def test_create_says_soon_that_no_scheduler_answers(tmp_path: Path) -> None:
+    """However long a checkpoint may take."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens there
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        ended = run_here("checkpoint", "create", "--scheduler", address, cwd=tmp_path)
+    assert ended.returncode == 1
+    assert f"no scheduler answered at {address} within 5.0 s" in ended.stderr
