@@ -14,7 +14,9 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import re
 import time
+import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +46,13 @@ if TYPE_CHECKING:
 NUMBER = 1
 CLUSTER_ID = "imported"
 FILE = "imported.safetensors"
+
+_EXPECTED = (
+    "expected a safetensors file, or what torch.save makes of model.state_dict() and nothing else"
+)
+
+_PICKLED = re.compile(r"GLOBAL ([\w.]+) ")
+"""In torch's error: the class of an object that it does not load."""
 
 _BLOCK_ELEMENTS = 65_536
 """To read a small tensor, a run reads a whole block."""
@@ -109,7 +118,8 @@ def _opened(file: Path) -> Iterator[list[_Source]]:
                 ]
             else:
                 raw = stack.enter_context(file.open("rb"))  # by its name, torch would judge it
-                found = torch.load(raw, map_location="cpu", weights_only=True)
+                with warnings.catch_warnings(action="ignore"):  # they advise on torch.load
+                    found = torch.load(raw, map_location="cpu", weights_only=True)
                 if not isinstance(found, Mapping):
                     said = type(found).__name__
                     raise InvalidConfig(f"{file} is a {said}; expected a state dict")
@@ -122,12 +132,21 @@ def _opened(file: Path) -> Iterator[list[_Source]]:
         except PushpullError:
             raise
         except Exception as error:  # noqa: BLE001 - torch.load raises any for a foreign file
-            said = (str(error) or type(error).__name__).splitlines()[0]
-            raise InvalidConfig(
-                f"{file} cannot be read: {said}; expected a safetensors file, or what torch.save "
-                "makes of a state dict"
-            ) from None
+            raise InvalidConfig(f"{file} {_why_unread(error)}") from None
         yield sources
+
+
+def _why_unread(error: Exception) -> str:
+    """The reason why torch.load cannot read a file, without torch's advice to unpickle it."""
+    said = str(error)
+    if "TorchScript archives" in said:
+        return f"is a TorchScript archive; {_EXPECTED}"
+    if pickled := _PICKLED.search(said):
+        return f"has a pickled {pickled[1]}, and nothing is unpickled; {_EXPECTED}"
+    if isinstance(error, RuntimeError) and said:
+        return f"cannot be read: {said.splitlines()[0]}; {_EXPECTED}"
+    reason = "it is no file of torch.save, or it has other objects than tensors"
+    return f"cannot be read: {reason}; {_EXPECTED}"
 
 
 def _is_safetensors(file: Path) -> bool:

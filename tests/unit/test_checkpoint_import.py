@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import re
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +133,12 @@ def nested(path: Path) -> None:
     torch.save({"model": {"layer.weight": torch.zeros(3)}, "epoch": 4}, path)
 
 
+def torch_script(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("constants.pkl", "data.pkl", "version"):
+            archive.writestr(f"model/{name}", "3\n")
+
+
 BAD_FILES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "no torch file": ("model.pt", lambda p: p.write_text("hello"), "cannot be read: .*expected a"),
     "no safetensors": (
@@ -147,7 +155,22 @@ BAD_FILES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "code": (
         "model.pt",
         lambda p: torch.save({"w": torch.zeros(3), "when": Path("x")}, p),
-        "cannot be read: Weights only load failed",
+        r"has a pickled pathlib.*Path, .* unpickled; .*model.state_dict\(\)",
+    ),
+    "a whole module": (
+        "model.pt",
+        lambda p: torch.save(torch.nn.Linear(2, 2), p),
+        r"has a pickled torch.nn.modules.linear.Linear, .* of model.state_dict\(\) ",
+    ),
+    "a pickle": (
+        "model.pt",
+        lambda p: p.write_bytes(pickle.dumps(Path("x"), protocol=2)),
+        r"has a pickled pathlib.PosixPath, .* of model.state_dict\(\) ",
+    ),
+    "TorchScript": (
+        "model.pt",
+        torch_script,
+        r"is a TorchScript archive; .* of model.state_dict\(\) ",
     ),
     "a list": (
         "model.pt",
@@ -190,6 +213,8 @@ def test_a_file_that_is_no_state_dict_is_refused(tmp_path: Path, what: str) -> N
     with pytest.raises(InvalidConfig) as refused:
         import_model(tmp_path / name, str(tmp_path / "root"), "", Output())
     assert re.search(words, refused.value.message), refused.value.message
+    assert "weights_only" not in refused.value.message
+    assert refused.value.message.isprintable()
     assert not (tmp_path / "root").exists()
 
 
