@@ -41,6 +41,11 @@ class CollectiveCalls:
         self._open_call: _OpenCall | None = None
         self._in_call = threading.Lock()
 
+    @property
+    def takes_part(self) -> bool:
+        """False before the first step of a worker that joins others that train."""
+        return self._open_call is not None or not self._engine.is_before_first_step
+
     def barrier(self, name: str = "", *, timeout_s: float | None = None) -> None:
         """Wait until all workers have made the call.
 
@@ -55,7 +60,7 @@ class CollectiveCalls:
             NotPermitted: this is not a worker.
         """
         with self._calling("barrier"):
-            if self._open_call is None and self._engine.is_before_first_step:
+            if not self.takes_part:
                 return
             self._enter("barrier" + f" '{name}'" * bool(name), None, timeout_s)
 

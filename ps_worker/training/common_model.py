@@ -1,5 +1,8 @@
 """Gives all workers the same parameters: two barriers with a pull between them (SEMANTICS S17).
 
+With `Outer` the first barrier carries whether a worker has moved since its last outer step. If one
+has, all take an outer step, and meet again.
+
 Rules:
     - The next call resumes one that was interrupted. So does the next step, which otherwise only
       some workers would pull.
@@ -9,10 +12,13 @@ Rules:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from ps_core.errors import EditRefused, InvalidConfig
 from ps_worker.client.client import Client
+from ps_worker.steps.inner_steps import InnerSteps
 from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.module_buffers import BufferTable
 from ps_worker.training.planned_edits import names_of
@@ -20,6 +26,23 @@ from ps_worker.training.tables.trained_table import TrainedTable
 
 _PULL = ""
 """The pull, among the names of barriers."""
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyOuterStep:
+    """An outer step that a meeting takes before it is due.
+
+    Attributes:
+        inner: the inner steps since the last one.
+        waits_for_others: it may end only when the others take one, too.
+        seal: seals it.
+        end: waits for the end of the one that is sealed, if one is.
+    """
+
+    inner: InnerSteps
+    waits_for_others: bool
+    seal: Callable[[], object]
+    end: Callable[[], object]
 
 
 class CommonModel:
@@ -37,45 +60,82 @@ class CommonModel:
         self._tables = tables
         self._buffers = buffers
         self._left: deque[str] = deque()  # the barriers, and the pull, that have not ended
+        self._is_due = False  # the workers have agreed on an outer step
+        self._is_sealed = False  # this meeting has sealed its outer step
 
     @property
     def is_interrupted(self) -> bool:
         """True if a meeting was begun and has not ended."""
         return bool(self._left)
 
-    def meet(self, timeout_s: float | None, *, is_pulled: bool) -> None:
+    def meet(
+        self, timeout_s: float | None, *, is_pulled: bool, outer: EarlyOuterStep | None
+    ) -> None:
         """Wait until all workers have called this, and have the model; raises as
-        `DistributedOptimizer.synchronize`. `is_pulled` is False if they have the same anyway.
+        `DistributedOptimizer.synchronize`. `is_pulled` is False if they have the same anyway;
+        `outer` is None without `Outer`.
         """
         went_on = self.is_interrupted
         if not went_on:
-            if is_pulled:
+            has_moved = outer is not None and outer.inner.have_moved
+            if is_pulled and not has_moved:  # else a change counts as a move
                 self._check_unchanged()
+            self._is_sealed = False
+            # Nobody waits at the barrier for a late joiner before its first step.
+            waits = outer is None or outer.waits_for_others
+            self._is_due = has_moved and not (waits and self._client.collectives.takes_part)
             # After the first barrier no worker takes a step, until all have passed the second.
             self._left.append(f"synchronize {self._name}")
             self._left.extend([_PULL, f"synchronized {self._name}"] if is_pulled else [])
-        self.go_on(timeout_s)
+        self.go_on(timeout_s, outer)
         if went_on and is_pulled:
             self._check_unchanged()
 
-    def go_on(self, timeout_s: float | None = None) -> None:
+    def go_on(self, timeout_s: float | None = None, outer: EarlyOuterStep | None = None) -> None:
         """End a meeting that was interrupted, if one was. Changed parameters keep their values."""
         try:
             while self._left:
                 if self._left[0] == _PULL:
                     self._pull_all()
+                elif outer is not None and _PULL in self._left:
+                    self._take_outer_step(outer, timeout_s)
                 else:
-                    self._client.barrier(self._left[0], timeout_s=timeout_s)
+                    with self._meeting():
+                        self._client.barrier(self._left[0], timeout_s=timeout_s)
                 self._left.popleft()
-        except BaseException as error:
-            if isinstance(error, InvalidConfig):  # it has ended for all
-                self._left.clear()
+        except BaseException:
             if _PULL in self._left:
                 parts: list[TrainedTable | BufferTable] = [*self._tables, *self._buffers]
                 with uninterrupted():
                     for part in parts:
                         part.left()
             raise
+
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """A collective call, which ends for all with the error of different calls."""
+        try:
+            yield
+        except InvalidConfig:
+            self._left.clear()
+            raise
+
+    def _take_outer_step(self, outer: EarlyOuterStep, timeout_s: float | None) -> None:
+        """The first barrier, and before it one outer step of all workers, if any has moved."""
+        while True:
+            if self._is_due:
+                with uninterrupted():
+                    outer.seal()
+                    self._is_due, self._is_sealed = False, True
+            outer.end()
+            if not self._client.collectives.takes_part:
+                return
+            has_moved = outer.inner.have_moved and not self._is_sealed
+            with self._meeting():
+                all_moved = self._client.gather(has_moved, name=self._left[0], timeout_s=timeout_s)
+            if not any(all_moved):
+                return
+            self._is_due = True
 
     def _check_unchanged(self) -> None:
         edited = {table: indexes for table in self._tables if (indexes := table.edited())}

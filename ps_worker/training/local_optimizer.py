@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ps_core import limits
-from ps_core.errors import InvalidConfig
+from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_worker.spec.flat_layout import table_layouts
 from ps_worker.spec.optimizers import NAMESAKES, Add, Aggregate, Outer, ServerOptimizer
 from ps_worker.spec.training_options import TrainingOptions
@@ -87,6 +87,15 @@ def check_waits_for_all(outer: Outer | None, options: TrainingOptions) -> None:
         raise InvalidConfig(
             f"Outer: fragments is {outer.fragments} with {options.consistency} for "
             f"'{options.name}'; expected no fragments with backup workers"
+        )
+
+
+def check_taken(refused: str) -> None:
+    """InvalidTensor if an inner step was refused for what these words say."""
+    if refused:
+        raise InvalidTensor(
+            f"{refused}; expected finite values. The inner step was not taken, and counts, so that "
+            "workers stay in step"
         )
 
 

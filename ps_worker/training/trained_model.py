@@ -36,10 +36,15 @@ from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.steps import Pulled, PushTicket, StepResult, TableHandle
 from ps_worker.training.among_workers.worker_group import WorkerGroup
 from ps_worker.training.clipping import UpdateScaling, scaled_step, scaled_updates
-from ps_worker.training.common_model import CommonModel
+from ps_worker.training.common_model import CommonModel, EarlyOuterStep
 from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.joining import ModelJoin, clocks_to_pass
-from ps_worker.training.local_optimizer import OuterSteps, StateBefore, check_waits_for_all
+from ps_worker.training.local_optimizer import (
+    OuterSteps,
+    StateBefore,
+    check_taken,
+    check_waits_for_all,
+)
 from ps_worker.training.model_pull import birth_clock
 from ps_worker.training.module_buffers import BufferTable
 from ps_worker.training.planned_edits import (
@@ -77,6 +82,7 @@ class _SealedStep:
     scaling: UpdateScaling | None
     is_skipped: bool  # it takes no part in the update
     problem: str  # the name of a gradient that was not finite, in words; else empty
+    refused_inner: str = ""  # likewise, of the inner step before it
     pulled: dict[TrainedTable, Pulled] = field(default_factory=dict)
     edited: Edited = field(default_factory=dict)
     is_edit: bool = False
@@ -227,13 +233,24 @@ class TrainedModel:
                     "synchronize between backward and step in eager mode, whose blocks are applied "
                     "on arrival; call step() first"
                 )
-            if self.inner_steps.have_moved:
-                with uninterrupted():
-                    self.outer_steps.merge()
-                    self.outer_steps.choose(self.clock, is_whole=True)
-                    self._sealed = self._seal(groups, StepScale(), None)
-                self.results = self._end(self._sealed)
-        self._common.meet(timeout_s, is_pulled=not self.aggregates)
+        self._groups = groups
+        self._common.meet(timeout_s, is_pulled=not self.aggregates, outer=self._early_outer_step())
+
+    def _early_outer_step(self) -> EarlyOuterStep | None:
+        if self.outer is None:
+            return None
+        waits = any(setting.mode is not Mode.ASP for setting in self.settings())
+        return EarlyOuterStep(self.inner_steps, waits, self._seal_early, self.end_overlapped)
+
+    def _seal_early(self) -> None:
+        """OUTER: seal an outer step of all blocks now. A worker that has not moved pushes that it
+        stays, under BSP; else it takes no part.
+        """
+        is_bsp = all(setting.mode is Mode.BSP for setting in self.settings())
+        self.outer_steps.merge()
+        self.outer_steps.choose(self.clock, is_whole=True)
+        scale = StepScale(skip=not (is_bsp or self.inner_steps.have_moved))
+        self._sealed = self._seal(self._groups, scale, None)
 
     def _wait_pending(self) -> None:
         for part in self._parts:
@@ -306,7 +323,7 @@ class TrainedModel:
         values wait for their merge.
         """
         if self._sealed is not None:
-            self._sealed.problem = ""
+            self._sealed.problem = self._sealed.refused_inner = ""
             self.results = self._end(self._sealed)
 
     @property
@@ -407,7 +424,11 @@ class TrainedModel:
         self._groups = groups
         self.row_results = []
         self._times.computed(1 + self.inner_steps.at(self.clock))
-        self._common.go_on()
+        try:
+            self._common.go_on(outer=self._early_outer_step())
+        finally:
+            if self._sealed is not None:  # the gradients at hand are not its own
+                self._sealed.has_gradients = True
         if self._sealed is None:
             self._wait_pending()
         for table in self.tables:
@@ -415,8 +436,9 @@ class TrainedModel:
         scale = self.group.reduced(self.tables, scale)
         self._take_edits()
         with uninterrupted():
+            refused = ""
             if self.outer is not None:
-                self._take_inner_step(groups, scale)
+                refused = self._take_inner_step(groups, scale)
                 scale = StepScale()
             if self.outer is None or self.inner_steps.are_all_taken:
                 self.outer_steps.choose(self.clock)
@@ -428,25 +450,26 @@ class TrainedModel:
             if not self.outer_steps.is_overlapped:
                 self.outer_steps.merge()
             self._times.inner_ended(self.clock)
+            check_taken(refused)
             return {}
+        self._sealed.refused_inner = refused
         if meanwhile is not None:
             meanwhile()
         return self._end(self._sealed)
 
-    def _take_inner_step(self, groups: Groups, scale: StepScale) -> None:
-        """OUTER: a step of the local optimizer. It counts if mixed precision skips it, so that
-        workers stay in step; InvalidTensor if the norm that it is clipped by is not finite: then it
-        is not taken.
+    def _take_inner_step(self, groups: Groups, scale: StepScale) -> str:
+        """OUTER: a step of the local optimizer. It counts if it is not taken, so that workers stay
+        in step: if mixed precision skips it, or the norm that it is clipped by is not finite. Then
+        returns words for a gradient that is not; else nothing.
         """
         for table in self.tables:
             self.hyperparameters(table, groups)
         scale = scaled_step(self, scale, groups)
-        if scale.problem:
-            raise InvalidTensor(f"{scale.problem}; expected finite values. No step was taken")
         if self.inner is not None and not scale.skip:
             self.inner.step()
         self.inner_steps.taken += 1
         self._client.engine.steps.inner_count += 1
+        return scale.problem
 
     # --- edits
 
@@ -696,6 +719,7 @@ class TrainedModel:
                 f"{sealed.problem}; expected finite values. The step was skipped on every server "
                 "(allow_non_finite=True would apply it)"
             )
+        check_taken(sealed.refused_inner)
         ended = {} if sealed.is_skipped or sealed.is_edit else sealed.tickets
         return {table: ticket.future.result() for table, ticket in ended.items()}
 

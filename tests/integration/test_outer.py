@@ -54,6 +54,22 @@ def trained(workers: list[ps.Client], outer: ps.Outer, steps: int, **options: An
     return together(workers, work)
 
 
+def zeroed(
+    client: ps.Client, name: str, outer: ps.Outer, consistency: str, **options: Any
+) -> tuple[nn.Linear, ps.DistributedOptimizer]:
+    model = nn.Linear(500, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    options = {"consistency": consistency, "block_elements": 64, **options}
+    return model, ps.DistributedOptimizer(client, model, outer, name=name, **options)
+
+
+def step_by_one(model: nn.Linear, optimizer: ps.DistributedOptimizer, factor: float = 1.0) -> None:
+    """A step whose gradient is this factor everywhere."""
+    optimizer.zero_grad()
+    (model.weight * factor).sum().backward()
+    optimizer.step()
+
+
 # --- the arithmetic
 
 
@@ -139,6 +155,55 @@ def test_synchronize_takes_the_outer_step_early(workers: list[ps.Client]) -> Non
         for own, theirs in zip(found[rank].history, expected.history[rank], strict=True):
             assert is_same(own, theirs)
         assert found[rank].optimizer.clock == 3
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "ssp:1", "asp"])
+@pytest.mark.parametrize("parts", [{}, {"fragments": 2}, {"fragments": 2, "overlap": 1}])
+def test_synchronize_ends_where_only_one_worker_has_moved(
+    workers: list[ps.Client], parts: dict[str, int], consistency: str
+) -> None:
+    """One has just taken an outer step, as far behind as it may be, and the other has moved since.
+    Each inner step moves every parameter by -1.
+    """
+    count = 2 * parts.get("fragments", 1)
+    outer = ps.Outer(SGD, count, lr=1.0, momentum=0.0, nesterov=False, **parts)
+    steps = (5 if consistency == "bsp" else 7, 4)
+
+    def work(client: ps.Client, name: str) -> int:
+        model, optimizer = zeroed(client, name, outer, consistency)
+        for _ in range(steps[client.rank]):
+            step_by_one(model, optimizer)
+        optimizer.synchronize()
+        assert model.weight.eq(-4.5 if consistency == "bsp" else -11.0).all()
+        clock = optimizer.clock
+        optimizer.synchronize()  # nothing is left to push
+        assert optimizer.clock == clock
+        return clock
+
+    assert together(workers, partial(work, name=new_name())) == {
+        "bsp": [3, 3], "ssp:1": [4, 3], "asp": [4, 3 if "fragments" in parts else 2],
+    }[consistency]  # fmt: skip
+
+
+def test_a_step_ends_a_synchronize_that_expired_before_all_had_called_it(
+    workers: list[ps.Client],
+) -> None:
+    """The outer step comes before that step, whose gradients count once."""
+    outer, name = ps.Outer(SGD, 2, lr=1.0, momentum=0.0, nesterov=False), new_name()
+    made = together(workers, lambda client: zeroed(client, name, outer, "bsp"))
+    (model, optimizer), (other, others) = made
+    step_by_one(model, optimizer)
+    with pytest.raises(ps.WaitExpired, match=f"synchronize {name}.*worker 1 "):
+        optimizer.synchronize(timeout_s=0.1)
+    step = partial(step_by_one, model, optimizer)
+    together(workers, lambda client: others.synchronize() if client.rank else step())
+    assert other.weight.eq(-0.5).all()
+    assert model.weight.eq(-1.5).all()
+    step_by_one(other, others)
+    together(workers, lambda client: made[client.rank][1].synchronize())
+    for weight in (model.weight, other.weight):
+        assert weight.eq(-1.5).all()
+    assert (optimizer.clock, others.clock) == (2, 2)
 
 
 def test_parameters_that_are_changed_after_an_outer_step_are_taken_as_they_are(
@@ -401,18 +466,42 @@ def test_a_pseudo_gradient_with_a_nan_moves_nothing(workers: list[ps.Client]) ->
     assert all(each.isfinite().all() for each in first)
 
 
-def test_a_gradient_whose_norm_is_not_finite_is_no_step(workers: list[ps.Client]) -> None:
+def test_an_inner_step_whose_norm_is_not_finite_is_not_taken(workers: list[ps.Client]) -> None:
     client = workers[0]
     trainer = Trainer(client, new_name(), adamw(), consistency="asp", clip_norm=1.0)
     before = values_of(trainer.model)
     (trainer.model.loss(0, 0) * float("nan")).backward()
-    with pytest.raises(ps.InvalidTensor, match=r"the gradient of 'weight' .* No step was taken"):
+    with pytest.raises(ps.InvalidTensor, match=r"the gradient of 'weight' .* was not taken"):
         trainer.optimizer.step()
     assert is_same(values_of(trainer.model), before)
-    for _ in range(INNER_STEPS):
+    for _ in range(INNER_STEPS - 1):
         assert trainer.optimizer.clock == 0
         trainer.step()
     assert trainer.optimizer.clock == 1
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_refused_inner_step_counts(workers: list[ps.Client], at: int, overlap: int) -> None:
+    """Also the one after which the outer step is due: workers stay in step."""
+    # The clipped gradient, of 500 ones, moves every parameter by -1.
+    outer = ps.Outer(SGD, 2, lr=1.0, momentum=0.0, nesterov=False, overlap=overlap)
+    norm = 500.0**0.5
+
+    def work(client: ps.Client, name: str) -> float:
+        model, optimizer = zeroed(client, name, outer, "bsp", clip_norm=norm)
+        for step in range(5):
+            if client.rank == 1 and step == at:
+                with pytest.raises(ps.InvalidTensor, match="inner step was not taken, and counts"):
+                    step_by_one(model, optimizer, float("inf"))
+            else:
+                step_by_one(model, optimizer)
+        optimizer.synchronize()
+        assert optimizer.clock == 3
+        return float(model.weight.detach().mean())
+
+    first, second = together(workers, partial(work, name=new_name()))
+    assert first == second == pytest.approx(-4.5)
 
 
 # --- blocks that the servers do not take
