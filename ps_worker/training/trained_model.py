@@ -218,6 +218,8 @@ class TrainedModel:
         change = partial(self._client.set_consistency, after_clock=after_clock, timeout_s=timeout_s)
         clocks = [change(handle, setting) for handle, setting in settings]
         self.options = options
+        for table in self.tables:
+            table.options = options
         return max(clocks, default=0)
 
     def synchronize(self, groups: Groups, timeout_s: float | None) -> None:

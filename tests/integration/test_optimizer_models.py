@@ -337,6 +337,28 @@ def test_eager_hyperparameters_are_those_of_the_first_gradient(client: ps.Client
         ours.step()
 
 
+def test_eager_steps_go_on_after_a_change_of_consistency(client: ps.Client) -> None:
+    """With the bits of torch.optim; under BSP a gradient that is not finite skips the step."""
+    model, twin = seeded(Branched), seeded(Branched)
+    options: dict[str, Any] = {"mode": "eager", "consistency": "asp", **EXACT}
+    ours = ps.DistributedOptimizer(client, model, ps.SGD(lr=0.1), name="changes", **options)
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+    sides = [(model, ours), (twin, theirs)]
+    for consistency, x in zip(["asp", "bsp", "ssp:1", "bsp", "asp"], batches(5), strict=True):
+        ours.set_consistency(consistency)
+        for each, optimizer in sides:
+            optimizer.zero_grad()
+            each(x).square().mean().backward()
+            optimizer.step()
+        if consistency == "bsp":
+            ours.zero_grad()
+            (model(x) * float("nan")).sum().backward()
+            with pytest.raises(ps.InvalidTensor, match="The step was skipped"):
+                ours.step()
+        for mine, reference in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(mine, reference)
+
+
 def test_local_and_aggregated_parameters_cannot_be_pulled(
     client: ps.Client, reader: ps.Client
 ) -> None:

@@ -57,6 +57,7 @@ class TrainedTable:
     """The parameters of one layout, on the servers; making it blocks until their table exists.
 
     Attributes:
+        options: those of the model.
         group: the number of their parameter group.
         is_followed: another worker pushes and pulls for this one.
         pending: the tickets that `finish` waits for.
@@ -90,7 +91,7 @@ class TrainedTable:
             pull_codec=options.pull_codec,
         )
         self._client = client
-        self._options = options
+        self.options = options
         self._is_outer = isinstance(optimizer, Outer)
         self._pushes_moves = self._is_outer or isinstance(optimizer, Add)
         self._eager: Hyperparameters | None = None
@@ -123,7 +124,7 @@ class TrainedTable:
     @property
     def _checks_finite(self) -> bool:
         """True if a step with a gradient that is not finite is skipped as a whole."""
-        return not self._options.allow_non_finite and not self._options.applies_on_arrival
+        return not self.options.allow_non_finite and not self.options.applies_on_arrival
 
     @property
     def dtype(self) -> torch.dtype:
@@ -137,7 +138,7 @@ class TrainedTable:
                 staging = GradientStaging(
                     self.layout,
                     self.handle.table,
-                    self._options.accumulate,
+                    self.options.accumulate,
                     is_shared=self._client.connection.may_share_memory,
                     asks_finite=self._checks_finite,
                 )
@@ -312,12 +313,13 @@ class TrainedTable:
             )
         if self._eager is not None and self._eager != hyperparameters:
             before, now = dict(self._eager), dict(hyperparameters)
-            name = next(name for name in before if before[name] != now[name])
-            raise GradientChangedAfterPush(
-                f"'{name}' of table '{self.name}' is {now[name]} and was {before[name]} when the "
-                "first gradients of this step left; in eager mode change it right after step(), or "
-                "use mode='sealed' (the default)"
-            )
+            for name in before.keys() | now.keys():
+                if before.get(name) != now.get(name):
+                    raise GradientChangedAfterPush(
+                        f"'{name}' of table '{self.name}' is {now.get(name)} and was "
+                        f"{before.get(name)} when the first gradients of this step left; in eager "
+                        "mode change it right after step(), or use mode='sealed' (the default)"
+                    )
 
     def push_rest(self, hyperparameters: Hyperparameters) -> str | None:
         """Push the blocks that have not left in their present form.
@@ -352,7 +354,7 @@ class TrainedTable:
             arrival.synchronize()
         bad = self.moves.measure(
             is_shared=self._client.connection.may_share_memory,
-            may_be_infinite=self._options.allow_non_finite,
+            may_be_infinite=self.options.allow_non_finite,
         )
         if bad is not None:
             what = "pseudo-gradient" if self._is_outer else "gradient"
@@ -558,7 +560,7 @@ class TrainedTable:
     def _push(self, blocks: list[BlockValues], hyperparameters: Hyperparameters) -> None:
         if not blocks:
             return
-        if self._options.applies_on_arrival and self._eager is None:
+        if self.options.applies_on_arrival and self._eager is None:
             self._eager = hyperparameters
         try:
             self._client.tables.begin_step(self.handle).push_blocks(blocks, eager=self._eager)
