@@ -450,6 +450,15 @@ class TableSteps:
                 )
             return self._assign
 
+    @property
+    def has_assigned(self) -> bool:
+        """True if this worker has given the initial values, and no server has refused them."""
+        with self._lock:
+            if self._assign is None or not self._assign.is_sealed:
+                return False
+            future = self._assign.ticket.future
+        return not (future.done() and (future.cancelled() or future.exception() is not None))
+
     def sealed(self, step: TableStep) -> None:
         with self._lock:
             if len(self._tickets) >= MAX_UNCOMMITTED_STEP_COUNT:

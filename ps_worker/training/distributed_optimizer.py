@@ -56,6 +56,7 @@ from ps_worker.steps.steps import StepResult
 from ps_worker.training import joining
 from ps_worker.training.among_workers.worker_group import worker_group
 from ps_worker.training.embedding import has_embeddings, owned_rows
+from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.local_optimizer import check_fragments, inner_optimizer, outer_of
 from ps_worker.training.model_pull import known_birth, table_prefix
 from ps_worker.training.module_buffers import BufferTable, buffer_layouts
@@ -683,17 +684,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         restored = [t for t in tables if t.handle.table.restored_clock is not None]
         gives = self._client.rank == 0 and not joins
-        given = [t for t in tables if gives and t not in restored]
+        # One that an interrupted call has given is pulled.
+        new = [t for t in tables if t not in restored and not t.handle.steps.has_assigned]
+        given = new if gives else []
         # Restored sums are not parameters, which the worker's own state has; imported values are.
         is_own = self._model.aggregates and self._client.checkpoints.imported is None
         own = [t for t in restored if is_own and isinstance(t, TrainedTable)]
         if joins:
             joining.begin_where_the_others_are(self._client, tables, rows)
         else:
-            for table in tables:
-                if table in given:
+            with uninterrupted():
+                for table in given:
                     table.begin_assign()
-                elif table not in own:
+            for table in tables:
+                if table not in given and table not in own:
                     table.begin_pull()
             for table in tables:
                 table.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -45,6 +46,59 @@ def two() -> Iterator[tuple[ps.Client, ps.Client]]:
         ps.connect(cluster.address, rank=1, request_deadline_s=30.0) as calm,
     ):
         yield hasty, calm
+
+
+class Counted(nn.Module):
+    """A parameter, and a buffer that `reads` is told of each time it is read."""
+
+    def __init__(self, reads: Callable[[], object]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.seen: torch.Tensor
+        self.register_buffer("seen", torch.tensor(5))
+        self._reads = reads
+
+    def get_buffer(self, target: str) -> torch.Tensor:
+        self._reads()
+        return super().get_buffer(target)
+
+
+def takes_a_step(optimizer: ps.DistributedOptimizer, model: Counted) -> None:
+    """A step of -1 from the initial values."""
+    model.weight.sum().backward()
+    optimizer.step()
+    assert model.weight.eq(0.0).all()
+    assert int(model.seen) == 5
+
+
+@pytest.mark.thorough
+def test_an_optimizer_is_made_after_a_wait_for_its_initial_values_expired() -> None:
+    """The server stops when it has been asked for the tables, and before it has their values."""
+    with (
+        ps.local_cluster(servers=1, workers=1) as cluster,
+        ps.connect(cluster.address, rank=0, request_deadline_s=1.0, pull_codec="bf16") as client,
+    ):
+        pid = cluster.process_ids["server 0"]
+        model = Counted(lambda: os.kill(pid, signal.SIGSTOP))
+        try:
+            with pytest.raises(ps.WaitExpired):
+                ps.DistributedOptimizer(client, model, ps.SGD(lr=1.0))
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        model = Counted(int)
+        nn.init.zeros_(model.weight)  # the servers have the first ones
+        takes_a_step(ended(lambda: ps.DistributedOptimizer(client, model, ps.SGD(lr=1.0))), model)
+
+
+def test_an_optimizer_is_made_after_one_of_its_initial_values_was_refused(
+    client: ps.Client,
+) -> None:
+    model = Counted(int)
+    model.seen.fill_(2**53 + 1)
+    with pytest.raises(ps.InvalidTensor, match=r"expected integers up to 2\*\*53"):
+        ps.DistributedOptimizer(client, model, ps.SGD(lr=1.0), name="refused")
+    model.seen.fill_(5)
+    takes_a_step(ps.DistributedOptimizer(client, model, ps.SGD(lr=1.0), name="refused"), model)
 
 
 def ended(end: Callable[[], T]) -> T:
