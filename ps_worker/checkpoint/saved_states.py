@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.part_file import PartHeader, StoredWorker
 from ps_runtime.checkpoint.part_writer import WorkerTensor, write_worker_part
 from ps_runtime.checkpoint.reader import CheckpointReader
-from ps_worker.checkpoint.state_codec import TENSOR_DTYPES, decode, encode
+from ps_worker.checkpoint.state_codec import TENSOR_DTYPES, decode, encode, tensor_names
 
 _DTYPES = {name: dtype for dtype, name in TENSOR_DTYPES.items()}
 
@@ -47,14 +47,23 @@ def encoded(states: Mapping[str, Mapping[str, Any]]) -> tuple[Any, dict[str, Wor
     return state, {name: _payload(tensor) for name, tensor in tensors.items()}
 
 
-def decoded(header: PartHeader, read: Callable[[str], bytearray]) -> Mapping[Any, Any]:
-    """The state in a worker's part; `read` reads a tensor, which is then the caller's own."""
+def decoded(
+    header: PartHeader, read: Callable[[str], bytearray], only: str = ""
+) -> Mapping[Any, Any]:
+    """The states in a worker's part, or `only` that of one name; `read` reads a tensor, which is
+    then the caller's own.
+    """
     if header.worker is None:
         raise InvalidCheckpoint(f"{header.where} is no worker's part")
-    raw = {name: read(name) for name in header.tensors}
+    state, found = header.worker.state, header.tensors
+    if only:
+        state = {only: state[only]} if only in state else {}
+        used = tensor_names(state)
+        found = {name: tensor for name, tensor in found.items() if name in used}
+    raw = {name: read(name) for name in found}
     try:
-        tensors = {name: _tensor(t.dtype, t.shape, raw[name]) for name, t in header.tensors.items()}
-        return decode(header.worker.state, tensors)
+        tensors = {name: _tensor(t.dtype, t.shape, raw[name]) for name, t in found.items()}
+        return decode(state, tensors)
     except InvalidCheckpoint as error:
         raise InvalidCheckpoint(f"{header.where}: {error.message}") from error
 
@@ -72,19 +81,19 @@ def states_of_all(url: str, name: str) -> dict[int, Any]:
     return found
 
 
-def states_beyond(url: str, name: str, worker_count: int) -> dict[int, Any]:
-    """The state of this name of each worker of a checkpoint whose rank is `worker_count` or above,
-    by rank; reads their parts.
+def states_of(url: str, name: str, ranks: Collection[int]) -> dict[int, Any]:
+    """The state of this name of each worker of a checkpoint that has one of these ranks, by rank;
+    reads it in their parts.
     """
     found = {}
     with CheckpointReader(CheckpointDirectory(locate(url))) as reader:
         for worker in reader.manifest.workers:
             header = reader.headers[worker.file] if worker.file else None
-            if worker.rank < worker_count or header is None or header.worker is None:
+            if worker.rank not in ranks or header is None or header.worker is None:
                 continue
             if name in header.worker.state:
                 read = partial(reader.read_file, worker.file)
-                found[worker.rank] = decoded(header, read)[name]
+                found[worker.rank] = decoded(header, read, name)[name]
     return found
 
 

@@ -119,6 +119,22 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
     return state
 
 
+def tensor_names(value: Any) -> set[str]:
+    """The names of the tensors that a value of JSON refers to."""
+    found, rest = set(), [value]
+    while rest:
+        here = rest.pop()
+        if isinstance(here, list):
+            rest += here
+        elif isinstance(here, dict):
+            rest += here.values()
+            array = here.get("$array")
+            name = array[-1] if isinstance(array, list) and array else here.get("$tensor")
+            if isinstance(name, str):
+                found.add(name)
+    return found
+
+
 class _Encoder:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}

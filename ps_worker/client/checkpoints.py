@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -249,23 +249,35 @@ class ClientCheckpoints:
             InvalidCheckpoint: the checkpoint's part cannot be read.
         """
         self._connection.check_may_push("attach state")
+        if per_rank:
+            self.attach_for([self._engine.session.rank], name, state)
+            return
         self.save_points.attach(name, state)
-        found = self.restored_state(name, per_rank=per_rank)
+        found = self.restored_state(name)
         if found is not None:
             state.load_state_dict(found)
-        if per_rank:
-            self._take_over_absent(name, state)
-        elif found is None and self._restored_states() is not None and not self.imported:
+        elif self._restored_states() is not None and not self.imported:
             logs.warning("state_not_in_checkpoint", name=name, url=self.restored_from)
 
-    def _take_over_absent(self, name: str, state: HasState) -> None:
-        """Go on from what workers of the checkpoint saved for whose ranks there is none now."""
-        restored, world_size = self._restored_states(), self._engine.world_size
-        if restored is None or self._engine.session.rank or restored.rank_count <= world_size:
+    def attach_for(self, ranks: Collection[int], name: str, state: HasState) -> None:
+        """As `attach`, per rank, of a state that goes on from what the workers of these ranks had
+        saved: this worker's is loaded, and the others' are taken over. Who goes on from that of
+        rank 0 takes over those of ranks that the cluster does not have as well.
+        """
+        self.save_points.attach(name, state)
+        restored, own = self._restored_states(), self._engine.session.rank
+        if restored is None:
             return
-        from ps_worker.checkpoint.saved_states import states_beyond
+        found = self.restored_state(name, per_rank=True) if own in ranks else None
+        if found is not None:
+            state.load_state_dict(found)
+        absent = range(self._engine.world_size, restored.rank_count) if 0 in ranks else ()
+        others = {*ranks, *absent} - {own}
+        if not others:
+            return
+        from ps_worker.checkpoint.saved_states import states_of
 
-        found = states_beyond(self.restored_from, name, world_size)
+        found = states_of(self.restored_from, name, others)
         saved = {rank: each for rank, each in found.items() if each}
         if isinstance(state, TakesOver):
             for each in saved.values():

@@ -663,7 +663,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         checkpoints, residuals = self._client.checkpoints, table.handle.steps.residuals
         name = f"residuals/{table.name}"
         if residuals is not None:
-            checkpoints.attach(name, residuals, per_rank=True)
+            checkpoints.attach_for(self._model.group.pushes_for, name, residuals)
         elif checkpoints.restored_state(name, per_rank=True):
             logs.warning(
                 "residuals_dropped",

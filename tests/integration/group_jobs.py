@@ -142,6 +142,50 @@ def kept(
     return found
 
 
+class Vector(nn.Module):
+    """One parameter, at first zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.zeros(64))
+
+
+def push_in_part(
+    client: ps.Client, name: str, groups: Sequence[str], steps: int
+) -> list[torch.Tensor]:
+    """In a new cluster push a gradient, in a restored one only what its codec has left, and make a
+    checkpoint.
+
+    Returns:
+        What the codec has left at first and in the end, times its scale, and the parameters.
+    """
+    model = seeded(Vector, seed=0)
+    options: dict[str, Any] = {"aggregate_within": groups[client.rank]} if groups else {}
+    optimizer = ps.DistributedOptimizer(
+        client, model, ps.SGD(lr=1.0), name=name, reduction="sum", push_codec="topk:0.1", **options
+    )
+    residuals = optimizer.trained_model.tables[0].handle.steps.residuals
+    assert residuals is not None
+
+    def left() -> torch.Tensor:
+        state = residuals.state_dict()
+        found: torch.Tensor = state["residuals"] * state["scale"]
+        return found
+
+    found = [left()]
+    for step in range(steps):
+        optimizer.zero_grad()
+        is_first = not client.restored_from and not step
+        model.values.grad = gradient_of(client.rank) if is_first else torch.zeros(64)
+        optimizer.step()
+    client.checkpoint().wait()
+    return [*found, left(), model.values.detach().clone()]
+
+
+def gradient_of(rank: int) -> torch.Tensor:
+    return torch.arange(1.0, 65.0) * (rank + 1)
+
+
 def train_normed(client: ps.Client, name: str, groups: Sequence[str], buffers: str) -> Values:
     trainer = Trainer(client, name, groups, normed, buffers=buffers)
     trainer.train(range(3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -314,3 +315,50 @@ def test_a_run_is_resumed_exactly(pool: Pool, tmp_path_factory: pytest.TempPathF
         went_on = workers.run(jobs.kept, name="kept", groups=PAIRS, ends=[4])
     assert_alike([first for first, _ in went_on] + [run[1] for run in runs])
     assert_alike([after for _, after in went_on] + [run[2] for run in runs])
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        ["....", "abba"],
+        pytest.param(["aabb", "abb", "..", "abca"], marks=pytest.mark.thorough),
+        pytest.param(["abca", "aaaa", "aa", "...."], marks=pytest.mark.thorough),
+    ],
+    ids=" then ".join,
+)
+def test_what_codecs_have_left_is_pushed_by_those_who_lead_in_the_next_run(
+    pool: Pool, tmp_path: Path, runs: Sequence[str]
+) -> None:
+    """Each letter is a worker's group; dots have none."""
+    root, left = str(tmp_path), [torch.zeros(64)] * WORKERS
+    whole = torch.stack([jobs.gradient_of(rank) for rank in range(len(runs[0]))]).sum(0)
+    for number, run in enumerate(runs):
+        groups = NONE if "." in run else tuple(run)
+        leaders = [groups.index(name) for name in groups] or [*range(len(run))]
+        steps, resume = (20 if number == len(runs) - 1 else 2), root if number else ""
+        with (
+            ps.local_cluster(1, len(run), checkpoint_url=root, resume=resume) as cluster,
+            processes(pool, len(run)) as own,
+            own.connected(cluster.address, len(run)) as workers,
+        ):
+            found = workers.run(jobs.push_in_part, name="kept", groups=groups, steps=steps)
+        taken = [torch.zeros(64) for _ in run]
+        for rank, each in enumerate(left):
+            taken[leaders[rank] if rank < len(run) else 0] += each
+        torch.testing.assert_close([first for first, _, _ in found], taken)
+        left = [last for _, last, _ in found]
+        for rank, each in enumerate(left):
+            assert (steps == 2 and rank in leaders) or not each.any()
+        for _, _, parameters in found:
+            torch.testing.assert_close(torch.stack(left).sum(0) - parameters, whole)
+
+
+@contextmanager
+def processes(pool: Pool, count: int) -> Iterator[Pool]:
+    """The pool, or another, where the pool's processes have a process group of another size."""
+    own = pool if count == WORKERS else Pool(count, IMPORTED)
+    try:
+        yield own
+    finally:
+        if own is not pool:
+            own.stop()

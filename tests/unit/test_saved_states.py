@@ -22,7 +22,7 @@ from ps_core.keys import Incarnation, NodeId
 from ps_core.manifest import SavedWorker
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.part_file import ELEMENT_BYTES, MAX_HEADER_BYTES
-from ps_worker.checkpoint.saved_states import RestoredStates, copied, encoded
+from ps_worker.checkpoint.saved_states import RestoredStates, copied, encoded, states_of
 from ps_worker.checkpoint.state_codec import TENSOR_DTYPES
 from tests.unit.checkpoint_files import write_checkpoint
 from tests.unit.worker_files import CLUSTER, Found, from_file, to_file
@@ -178,6 +178,23 @@ def test_each_rank_has_its_own_and_others_the_lowest_ranks(tmp_path: Path) -> No
         found = RestoredStates(url, rank)
         assert (found.is_own, found.find("data")) == (is_own, {"at": at})
         assert found.find("rate") is None
+
+
+def test_a_state_of_other_ranks_is_read_without_what_is_beside_it(tmp_path: Path) -> None:
+    left: dict[str, Any] = {"residuals": torch.arange(4.0), "seen": [np.arange(3)], "scale": 2.0}
+    states = {rank: {"left": left, "beside": torch.full((8,), 77)} for rank in (1, 2, 4)}
+    url = saved(tmp_path, {0: {}, **states, 5: {"beside": 0}}, lost=(3,))
+    for part in tmp_path.glob("*/worker-*"):
+        raw = part.read_bytes()
+        part.write_bytes(raw.replace(b"\x4d\0\0\0", b"\x4e\0\0\0"))
+    with pytest.raises(InvalidCheckpoint, match="beside"):
+        RestoredStates(url, 2)
+    found = states_of(url, "left", {0, 2, 3, 4, 5, 9})
+    assert found.keys() == {2, 4}
+    for each in found.values():
+        assert torch.equal(each["residuals"], left["residuals"])
+        assert np.array_equal(each["seen"][0], np.arange(3))
+        assert each["scale"] == 2.0
 
 
 def test_a_checkpoint_whose_states_are_all_lost_has_none(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ class WorkerGroup:
 
     Attributes:
         is_leader: this worker pushes and pulls for the others.
+        pushes_for: the ranks whose gradients this worker pushes: all members', or no one's.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class WorkerGroup:
         may_be_infinite: bool = False,
     ) -> None:
         self.is_leader = client.rank == ranks[0]
+        self.pushes_for = tuple(ranks) if self.is_leader else ()
         self._client = client
         self._rank = client.rank
         self._ranks = ranks
