@@ -265,30 +265,36 @@ class ClientCheckpoints:
         rank 0 takes over those of ranks that the cluster does not have as well.
         """
         self.save_points.attach(name, state)
-        restored, own = self._restored_states(), self._engine.session.rank
-        if restored is None:
-            return
-        found = self.restored_state(name, per_rank=True) if own in ranks else None
-        if found is not None:
-            state.load_state_dict(found)
-        absent = range(self._engine.world_size, restored.rank_count) if 0 in ranks else ()
-        others = {*ranks, *absent} - {own}
-        if not others:
-            return
-        from ps_worker.checkpoint.saved_states import states_of
-
-        found = states_of(self.restored_from, name, others)
+        found, own = self.saved_for(ranks, name), self._engine.session.rank
+        if own in found:
+            state.load_state_dict(found.pop(own))
         saved = {rank: each for rank, each in found.items() if each}
+        restored = self._restored_states()
         if isinstance(state, TakesOver):
             for each in saved.values():
                 state.take_over(each)
-        elif saved:
+        elif saved and restored is not None:
             logs.warning(
                 "state_of_absent_workers_dropped",
                 name=name,
                 ranks=",".join(map(str, saved)),
                 remedy=f"resume with {restored.rank_count} workers, or give it a take_over method",
             )
+
+    def saved_for(self, ranks: Collection[int], name: str) -> dict[int, Any]:
+        """The states, by rank, that `attach_for` goes on from."""
+        restored, own = self._restored_states(), self._engine.session.rank
+        if restored is None:
+            return {}
+        mine = restored.find(name) if restored.is_own and own in ranks else None
+        found = {} if mine is None else {own: mine}
+        absent = range(self._engine.world_size, restored.rank_count) if 0 in ranks else ()
+        others = {*ranks, *absent} - {own}
+        if others:
+            from ps_worker.checkpoint.saved_states import states_of
+
+            found |= states_of(self.restored_from, name, others)
+        return found
 
     def save_point(self) -> None:
         """Mark a point where the last step is complete, schedules and data position included, and

@@ -661,13 +661,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _keep_residuals(self, table: TrainedTable) -> None:
         """Have checkpoints keep what the table's codec leaves for later steps."""
         checkpoints, residuals = self._client.checkpoints, table.handle.steps.residuals
-        name = f"residuals/{table.name}"
+        name, ranks = f"residuals/{table.name}", self._model.group.pushes_for
         if residuals is not None:
-            checkpoints.attach_for(self._model.group.pushes_for, name, residuals)
-        elif checkpoints.restored_state(name, per_rank=True):
+            checkpoints.attach_for(ranks, name, residuals)
+        elif dropped := checkpoints.saved_for(ranks, name):
             logs.warning(
                 "residuals_dropped",
                 table=table.name,
+                ranks=",".join(map(str, dropped)),
                 remedy="push_codec int8, sign, topk, randomk or lowrank",
             )
 

@@ -142,6 +142,33 @@ def test_a_resume_with_fewer_workers_keeps_what_the_others_codecs_have_left(tmp_
     assert torch.equal(second, before[1])
 
 
+@pytest.mark.parametrize("codec", ["none", "sign"])
+def test_a_worker_without_feedback_says_that_it_drops_what_absent_ones_had_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, codec: str
+) -> None:
+    """The codec is each worker's own."""
+    root = str(tmp_path)
+
+    def train(client: ps.Client) -> None:
+        options: Any = {"push_codec": "int8" if client.rank else codec}
+        model = torch.nn.Linear(8, 8)
+        optimizer = ps.DistributedOptimizer(client, model, ps.SGD(lr=0.1), name="m", **options)
+        if not client.restored_from:
+            model(torch.ones(2, 8)).square().sum().backward()
+            optimizer.step()
+            client.checkpoint().wait()
+
+    for count, resume in ((3, ""), (3, root), (1, root)):
+        assert "residuals_dropped" not in caplog.text
+        with ps.local_cluster(1, count, checkpoint_url=root, resume=resume) as cluster:
+            together(cluster.address, count, train)
+    told = [r.message for r in caplog.records if "residuals_dropped" in r.message]
+    assert len(told) == (codec == "none")
+    for each in told:
+        assert "table=m/0/float32" in each
+        assert 'ranks="1,2"' in each or "ranks=1,2" in each
+
+
 class Counted:
     """What some workers have of a count."""
 
