@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from itertools import starmap
 from types import ModuleType
 
 _THRESHOLDS = 700, 10, 2
@@ -71,13 +72,20 @@ class Collector:
             self._looks_at_all = False
             self.expect()
             return
-        self._new_count += len(gc.get_objects(2))
+        self._new_count += object_count(2)
         gc.freeze()
         if self._new_count >= self._stray_count // 2:  # to count takes a millisecond or two
             self._new_count = 0
             if sys.getallocatedblocks() >= self._expected + self._stray_count:
                 self._looks_at_all = True
                 gc.unfreeze()
+
+
+def object_count(generation: int) -> int:
+    """The objects of a generation. No bytecode runs while there is a list of them: another thread
+    that is completing a tuple, which nobody else may refer to then (SystemError), could go on.
+    """
+    return sum(map(len, starmap(gc.get_objects, [(generation,)])))
 
 
 @contextmanager

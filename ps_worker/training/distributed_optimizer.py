@@ -15,7 +15,6 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import sys
 import weakref
@@ -25,7 +24,6 @@ from typing import Any, NoReturn, ParamSpec, TypeVar, Unpack
 
 import torch
 from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from ps_core.consistency import Consistency
@@ -54,6 +52,7 @@ from ps_worker.spec.settings import consistency_of
 from ps_worker.spec.training_options import OptimizerOptions, TrainingOptions
 from ps_worker.steps.steps import StepResult
 from ps_worker.training import joining
+from ps_worker.training.among_workers.process_group import data_parallel_modules
 from ps_worker.training.among_workers.worker_group import worker_group
 from ps_worker.training.embedding import has_embeddings, owned_rows
 from ps_worker.training.interrupts import uninterrupted
@@ -784,10 +783,7 @@ def _check_reduces_alone(groups: Iterable[Mapping[str, Any]], worker_count: int)
     if distributed.get_world_size() == 1:
         return
     ours = {id(parameter) for group in groups for parameter in group["params"]}
-    for found in gc.get_objects():
-        # `type`, since `isinstance` asks proxies, which may import or answer anything.
-        if not issubclass(type(found), DistributedDataParallel):
-            continue
+    for found in data_parallel_modules():
         process_count = found.process_group.size()
         if process_count > 1 and any(id(parameter) in ours for parameter in found.parameters()):
             raise InvalidConfig(

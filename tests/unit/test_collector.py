@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ps_runtime.system.collector import Collector
+from ps_runtime.system.collector import Collector, object_count
+from tests.unit.tuple_threads import errors_beside
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +57,10 @@ def test_what_has_survived_a_full_collection_is_not_looked_at_again() -> None:
     there = weakref.ref(part)
     del part
     assert there() is None
+
+
+def test_other_threads_complete_their_tuples_while_objects_are_counted() -> None:
+    assert errors_beside(lambda: object_count(0)) == []
 
 
 @pytest.mark.thorough

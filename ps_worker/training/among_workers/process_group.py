@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import os
 import socket
 from collections.abc import Collection, Sequence
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
 from ps_core.errors import InvalidConfig, JoinRefused, listed
 from ps_runtime.observe import logs
@@ -86,6 +88,18 @@ def _problem_of(places: Sequence[_Place], rank: int, worker_count: int) -> str:
             "rank=client.rank, or call init_process_group at no worker, and it is made"
         )
     return ""
+
+
+def data_parallel_modules() -> list[DistributedDataParallel]:
+    """All modules of this process that torch's DistributedDataParallel has wrapped.
+
+    Looks at all objects, but refers only to those that refer to the class: another thread cannot
+    complete a tuple that somebody else refers to meanwhile (SystemError).
+    """
+    kinds = [DistributedDataParallel]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return [found for found in gc.get_referrers(*kinds) if type(found) in kinds]
 
 
 def backends() -> str:
