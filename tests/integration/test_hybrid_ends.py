@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import ps_worker as ps
 from tests.integration.command_line import environment
 from tests.integration.hybrid_jobs import Trainer
 from tests.integration.lane_cluster import LaneCluster, lane_cluster
@@ -111,6 +112,45 @@ def test_a_step_that_is_waited_for_in_vain_or_interrupted_is_taken_by_the_next_c
             worker.pipe.send("values")
         values, others = first.hear(), late.hear()
         assert [name for name in values if not torch.equal(values[name], others[name])] == []
+
+
+class InterruptingRate(float):
+    """A learning rate at whose reading, the one of this number, Ctrl-C comes."""
+
+    left: int
+
+    def __float__(self) -> float:
+        self.left -= 1
+        if not self.left:
+            signal.raise_signal(signal.SIGINT)
+        return super().__float__()
+
+
+@pytest.mark.parametrize("how", ["step", "zero_grad", "state_dict", "load_state_dict"])
+def test_a_step_that_is_interrupted_while_it_is_sealed_is_taken_once(how: str) -> None:
+    """By whichever call comes next."""
+    with ps.local_cluster(servers=1, workers=1) as cluster, ps.connect(cluster.address) as client:
+        rows = ps.Embedding(client, "rows", 4, optimizer=ps.SGD(lr=0.1))
+        head = torch.nn.Linear(4, 1)
+        model = torch.nn.Sequential(rows, head)
+        optimizer = ps.HybridOptimizer(client, model, torch.optim.SGD(head.parameters(), lr=0.1))
+        state, interrupted = optimizer.state_dict(), 0
+        for number in range(1, 9):
+            rows.hyperparameters["lr"] = rate = InterruptingRate(0.1)
+            rate.left = number
+            optimizer.zero_grad()
+            model(torch.arange(3)).sum().backward()
+            before, gradient = head.weight.detach().clone(), head.weight.grad
+            assert gradient is not None
+            try:
+                optimizer.step()
+            except KeyboardInterrupt:
+                interrupted += 1
+                rate.left = 0
+                getattr(optimizer, how)(*([state] if how == "load_state_dict" else []))
+            assert optimizer.clock == number
+            torch.testing.assert_close(head.weight.detach(), before - 0.1 * gradient)
+        assert interrupted
 
 
 SCRIPT = """

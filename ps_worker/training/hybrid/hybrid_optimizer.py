@@ -334,6 +334,8 @@ class HybridOptimizer(torch.optim.Optimizer):
             self._reduction.wait(self._peers)
             with uninterrupted():
                 self._decide(opened)
+        if self.servers.trained_model.is_repeated:  # sealed by a call that was interrupted then
+            self._take()
         try:
             self.servers.step_scaled(opened.scale, self._take)
         except WaitExpired:
@@ -432,16 +434,19 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of both halves: of `optimizer`, and of what is `served`. Rows are in the
-        cluster's checkpoints. Blocking, Raises: as `DistributedOptimizer.state_dict`.
+        cluster's checkpoints. Ends a step first whose end `step` has not seen. Blocking, Raises:
+        as `step`, and as `DistributedOptimizer.state_dict`.
         """
+        self._end_open()
         return {"workers": self._local.state_dict(), "servers": self.servers.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`, at every worker. Blocking, Raises: as
-        `DistributedOptimizer.load_state_dict`.
+        """Load the result of `state_dict`, at every worker. Ends a step first whose end `step` has
+        not seen. Blocking, Raises: as `step`, and as `DistributedOptimizer.load_state_dict`.
         """
         if {*state_dict} != {"workers", "servers"}:
             raise InvalidConfig("expected the state_dict of a HybridOptimizer")
+        self._end_open()
         self.servers.load_state_dict(state_dict["servers"])
         self._local.load_state_dict(state_dict["workers"])
         self._share()
