@@ -8,6 +8,7 @@ For code that moves blocks itself, as `DistributedOptimizer` does, a second leve
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sized
 from dataclasses import replace
 from functools import wraps
@@ -25,7 +26,7 @@ from ps_worker.client.checkpoints import ClientCheckpoints
 from ps_worker.client.collectives import CollectiveCalls
 from ps_worker.client.connection import ClientConnection, Ticket
 from ps_worker.client.data_shards import DataShards
-from ps_worker.client.open_clients import OPEN, has_worker
+from ps_worker.client.open_clients import OPEN, Awaiting, has_worker
 from ps_worker.client.tables import ClientTables, Pulls
 from ps_worker.spec.batch_sizes import BatchSpec
 from ps_worker.spec.rows import cut_ids, gradients_of, ids_of, rows_of
@@ -100,8 +101,8 @@ class Client:
         self.engine = self.connection.engine
         self.tables = ClientTables(self.connection)
         self.pulls = Pulls(self.connection, self.tables)
-        self.before_leaving: list[Callable[[], Callable[[], object] | None]] = []
-        """References to what is called when the client leaves, while it is in the cluster."""
+        self.awaiting: weakref.WeakSet[Awaiting] = weakref.WeakSet()
+        """Modules with parameters whose values may be on their way."""
 
         self.checkpoints = ClientCheckpoints(self.connection, self.tables)
         self.collectives = CollectiveCalls(self.connection, self.checkpoints.save_points)
@@ -721,9 +722,8 @@ class Client:
         has_left = False
         try:
             try:
-                for reference in self.before_leaving:
-                    if (call := reference()) is not None:
-                        call()
+                for module in list(self.awaiting):
+                    module.wait()
             finally:  # others wait for the final seals, whatever has come of it
                 if not self.is_reader:
                     self.tables.end_steps(self.connection.deadline_s(timeout_s))
@@ -767,6 +767,8 @@ class Client:
 
     def _end_by(self, stopping: Coroutine[Any, Any, None]) -> None:
         OPEN.discard(self)
+        for module in list(self.awaiting):
+            module.give_up()
         self.connection.end(stopping)
         self.pulls.close()
 

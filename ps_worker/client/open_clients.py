@@ -32,6 +32,14 @@ class OpenClient(Protocol):
     def abandon(self, reason: str) -> None: ...
 
 
+class Awaiting(Protocol):
+    """A `ps_worker.training.tables.awaited_parameters.AwaitedParameters`."""
+
+    def wait(self) -> None: ...
+
+    def give_up(self) -> None: ...
+
+
 OPEN: set[OpenClient] = set()
 
 _STRANDED: weakref.WeakSet[OpenClient] = weakref.WeakSet()

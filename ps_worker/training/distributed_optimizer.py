@@ -242,7 +242,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._is_made = True
         if checked.overlap_pull:
             self._model.awaited = AwaitedParameters(self._module)
-            client.before_leaving.append(weakref.WeakMethod(self._model.awaited.wait))
+            client.awaiting.add(self._model.awaited)
         client.checkpoints.save_points.add_model(self._model.awake_handles)
         self._own_state = OptimizerState(self, self._model.aggregates)
         client.attach_state(f"optimizer/{checked.name}", self._own_state)
@@ -730,7 +730,7 @@ def _hooked(
 ) -> None:
     """A parameter's hook, which does not keep its optimizer alive."""
     optimizer = reference()
-    if optimizer is None:
+    if optimizer is None or optimizer._client.is_closed:  # another one may train the module now
         return
     model = optimizer._model
     if on.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -745,7 +745,7 @@ def _hooked(
 
 def _row_gradient_came(reference: weakref.ref[DistributedOptimizer]) -> None:
     optimizer = reference()
-    if optimizer is not None:
+    if optimizer is not None and not optimizer._client.is_closed:
         optimizer._model.gradient_came()
 
 

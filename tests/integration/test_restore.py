@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
+import torch
 
 import ps_worker as ps
 from ps_core.errors import PushpullError
@@ -130,3 +132,44 @@ def shared_segments(process_id: int) -> tuple[int, int]:
     maps = Path(f"/proc/{process_id}/maps").read_text(encoding="utf-8").splitlines()
     name = "memfd:pushpull"
     return sum(name in link for link in links), sum(name in each for each in maps)
+
+
+@pytest.mark.parametrize("overlap_pull", [False, True])
+def test_the_same_module_goes_on_with_another_optimizer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, overlap_pull: bool
+) -> None:
+    """The optimizer before it has hooks there, and perhaps values on their way. Nothing collects
+    it meanwhile.
+    """
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+
+    def optimizer_of(client: ps.Client) -> ps.DistributedOptimizer:
+        return ps.DistributedOptimizer(
+            client, model, ps.SGD(lr=0.1), name="model", overlap_pull=overlap_pull
+        )
+
+    def step(optimizer: ps.DistributedOptimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    gc.disable()
+    try:
+        with ps.local_cluster(1, 1, checkpoint_url=str(tmp_path)) as cluster:
+            client = connect(cluster, 0, "auto")
+            optimizer = optimizer_of(client)
+            step(optimizer)
+            made = client.checkpoint().wait()
+            saved = {name: each.clone() for name, each in model.state_dict().items()}
+            step(optimizer)
+            client = client.restore(made.url)
+            assert ("values_not_awaited" in caplog.text) is overlap_pull
+            optimizer = optimizer_of(client)
+            assert optimizer.clock == 1
+            torch.testing.assert_close(model.state_dict(), saved, rtol=0, atol=0)
+            step(optimizer)
+            assert optimizer.clock == 2
+            client.close(leave=False)
+            assert set(model.state_dict()) == set(saved)
+    finally:
+        gc.enable()

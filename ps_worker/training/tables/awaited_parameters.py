@@ -21,6 +21,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ps_runtime.observe import logs
+
 if TYPE_CHECKING:
     from ps_worker.training.tables.trained_table import TrainedTable
 
@@ -115,6 +117,12 @@ class AwaitedParameters:
         for table, index in list(self._places.values()):
             table.await_values(index)
         self._end()
+
+    def give_up(self) -> None:
+        """The client ends: what has not been written keeps the values that it has."""
+        if self._places:
+            logs.warning("values_not_awaited", tensors=len(self._places))
+            self._end()
 
     def wait_for(self, parameters: Iterable[torch.Tensor]) -> None:
         """Wait for the values of these, if they are awaited. Any thread."""
