@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Collection
 
 from ps_cli.console.output import Output
 from ps_cli.console.scheduler_query import SchedulerQuery
@@ -76,31 +77,38 @@ def create(
     return made.url, made.byte_count
 
 
-def warn_of_earlier_runs(plan: CheckpointPlan, output: Output) -> None:
-    """Warn of a run that begins at step 0 where there are checkpoints of another one, because
-    --resume may have been forgotten.
+def earlier_checkpoints(plan: CheckpointPlan, output: Output) -> frozenset[str]:
+    """The names of the checkpoints that are there before a run. Warns if it begins at step 0 all
+    the same, because --resume may have been forgotten.
     """
-    if not plan.url or plan.resume:
-        return
+    if not plan.url:
+        return frozenset()
     try:
-        found = list(CheckpointStore(plan.url).runs().values())
+        store = CheckpointStore(plan.url)
+        names, found = frozenset(store.names()), list(store.runs().values())
     except PushpullError:
-        return  # the scheduler reports it
-    if found:
+        return frozenset()  # the scheduler reports it
+    if found and not plan.resume:
         output.warn(
             f"{plan.url} has checkpoints of an earlier run, the newest of them {found[-1]}; this "
             f"run begins at step 0 and leaves them there. To go on from them: --resume {plan.url}"
         )
+    return names
 
 
-def tell_how_to_go_on(plan: CheckpointPlan, output: Output) -> None:
-    """Print the checkpoint from which a run that has failed can go on, if there is one."""
-    if not plan.url:
-        return
+def tell_how_to_go_on(
+    plan: CheckpointPlan, earlier: Collection[str], restored_from: str, output: Output
+) -> None:
+    """Print the checkpoint from which a run that has failed can go on, if there is one: its newest
+    good one, which is none of the `earlier`, or the one that it began from.
+    """
+    newest = restored_from
     with contextlib.suppress(PushpullError):
-        newest = CheckpointStore(plan.url).newest_good()
-        if newest is not None:
-            output.complain(f"to go on from its newest checkpoint: --resume {newest.url}")
+        if plan.url:
+            own = CheckpointStore(plan.url).newest_good(but=earlier)
+            newest = newest if own is None else own.url
+    if newest:
+        output.complain(f"to go on from its newest checkpoint: --resume {newest}")
 
 
 def tell_beginning(plan: CheckpointPlan, restored_from: str, output: Output) -> None:

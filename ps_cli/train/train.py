@@ -7,7 +7,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -31,10 +31,10 @@ from ps_cli.train.devices import AUTO, devices_of, remark, share
 from ps_cli.train.exit_rules import FAILURE_EXIT_CODE, ExitRules, RunEnd
 from ps_cli.train.run_checkpoints import (
     CheckpointWatch,
+    earlier_checkpoints,
     make_last,
     tell_beginning,
     tell_how_to_go_on,
-    warn_of_earlier_runs,
 )
 from ps_cli.train.supervisor import Supervisor
 from ps_core.errors import PushpullError
@@ -171,6 +171,8 @@ class TrainRun:
         self._checkpoints = CheckpointWatch(output)
         self._has_last = not settings.shape.checkpoints.url
         self._cut_off: set[int] = set()
+        self._earlier: Collection[str] = ()  # names of checkpoints that were there before
+        self._restored_from = ""
 
     async def run(self) -> int:
         """Train to the end, print how the run ended, and return the exit code of `ending`."""
@@ -178,7 +180,8 @@ class TrainRun:
         self._tell(ending)
         if ending.exit_code == FAILURE_EXIT_CODE:
             checkpoints = self._settings.shape.checkpoints
-            await asyncio.to_thread(tell_how_to_go_on, checkpoints, self._output)
+            known = self._earlier, self._restored_from
+            await asyncio.to_thread(tell_how_to_go_on, checkpoints, *known, self._output)
         return ending.exit_code
 
     async def ending(self) -> RunEnd:
@@ -190,7 +193,9 @@ class TrainRun:
         environment, note = thread_environment(os.environ, usable_core_count(), shape.worker_count)
         for line in filter(None, (note, remark(self._devices, shape.worker_count))):
             self._output.say(line)
-        await asyncio.to_thread(warn_of_earlier_runs, shape.checkpoints, self._output)
+        self._earlier = await asyncio.to_thread(
+            earlier_checkpoints, shape.checkpoints, self._output
+        )
         cluster = self._shared or SharedCluster(self._output, settings.shown_kinds)
         supervisor = cluster.supervised()
         ending = await supervisor.run(
@@ -260,8 +265,8 @@ class TrainRun:
         async with SchedulerQuery(cluster.scheduler) as query:
             if is_new:
                 with contextlib.suppress(PushpullError):
-                    view = (await query.status()).view
-                    tell_beginning(shape.checkpoints, view.restored_from, self._output)
+                    self._restored_from = (await query.status()).view.restored_from
+                    tell_beginning(shape.checkpoints, self._restored_from, self._output)
             await self._show_progress(query)
 
     async def _show_progress(self, query: SchedulerQuery) -> None:

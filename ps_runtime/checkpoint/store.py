@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ps_core.errors import InvalidCheckpoint
@@ -75,10 +76,12 @@ class CheckpointStore:
         """
         return [(name, self.judged(name)) for name in self.names()]
 
-    def newest_good(self) -> CheckpointDirectory | None:
-        """The newest good checkpoint. Blocking: reads manifests and headers until it is found."""
+    def newest_good(self, but: Collection[str] = ()) -> CheckpointDirectory | None:
+        """The newest good checkpoint, `but` for those of these names. Blocking: reads manifests and
+        headers until it is found.
+        """
         for name in reversed(self.names()):
-            if isinstance(self.judged(name), Manifest):
+            if name not in but and isinstance(self.judged(name), Manifest):
                 return self.named(name)
         return None
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.launch.cluster_shape import CheckpointPlan, ClusterShape
 from ps_runtime.launch.launcher import Launcher, start_scheduler, start_servers
 from tests.integration.command_line import START_DEADLINE_S, Tool, run_warm
@@ -146,6 +147,43 @@ def test_a_run_without_tables_has_no_last_checkpoint_to_wait_for(tmp_path: Path)
     with Tool(*arguments, cwd=tmp_path, is_warm=True) as tool:
         assert tool.end(30) == 0, tool.text
     assert "there is no last checkpoint, since there is no table" in tool.text
+
+
+FAILS_LATER = """
+import sys
+import ps_worker as ps
+
+with ps.connect() as client:
+    table = client.create_table("t", 64, optimizer=ps.SGD(lr=1.0))
+    client.push_pull(table, [1.0] * 64)
+    if "save" in sys.argv:
+        client.checkpoint().wait()
+    if "fail" in sys.argv:
+        raise ValueError("on purpose")
+"""
+
+
+def test_a_run_that_failed_names_no_checkpoint_of_another_run(tmp_path: Path) -> None:
+    """Its own, or the one that it began from, or none."""
+
+    def train(*options: str, ends: int) -> str:
+        arguments = ("train", "script.py", "-w", "1", "-s", "1", *options)
+        found = run_warm(*arguments, cwd=tmp_path, has_warm_roles=True)
+        assert found.returncode == ends, found.stdout + found.stderr
+        return found.stdout + found.stderr
+
+    write(tmp_path, FAILS_LATER)
+    train("--checkpoint-url", "runs", "--", "save", ends=0)
+    first = CheckpointStore(str(tmp_path / "runs")).newest_good()
+    assert first is not None
+    assert "to go on from" not in train("--checkpoint-url", "runs", "--", "fail", ends=1)
+    told = train("--checkpoint-url", "other", "--resume", "runs", "--", "fail", ends=1)
+    assert f"to go on from its newest checkpoint: --resume {first.url}\n" in told
+    told = train("--checkpoint-url", "runs", "--", "save", "fail", ends=1)
+    newest = CheckpointStore(str(tmp_path / "runs")).newest_good()
+    assert newest is not None
+    assert newest.name != first.name
+    assert f"to go on from its newest checkpoint: --resume {newest.url}\n" in told
 
 
 def test_the_others_go_on_at_once_when_a_workers_process_has_ended(tmp_path: Path) -> None:
