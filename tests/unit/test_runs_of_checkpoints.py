@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ps_cli.console.output import Output
-from ps_cli.train.run_checkpoints import warn_of_earlier_runs
+from ps_cli.train.run_checkpoints import earlier_checkpoints
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import Manifest
 from ps_runtime.checkpoint.pruning import prune
@@ -121,7 +121,7 @@ def test_train_says_so_where_resume_was_forgotten(
     store: CheckpointStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def told(plan: CheckpointPlan) -> str:
-        warn_of_earlier_runs(plan, Output(io.StringIO()))
+        earlier_checkpoints(plan, Output(io.StringIO()))
         return capsys.readouterr().err
 
     assert told(CheckpointPlan(store.url)) == ""
