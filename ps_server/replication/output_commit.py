@@ -195,8 +195,9 @@ class OutputCommit:
         # Servers that join get a snapshot: without a receiver, reads need not wait for a record.
         is_heard = news is not None and primary.is_heard
         if not decided.changes and not delta.endings and not is_heard:
-            if news is not None:  # a copy elsewhere does not have them
+            if news is not None:  # no copy elsewhere has them, nor the log: the next record does
                 primary.log.decide_alone()
+                self._told.pop(place, None)
             primary.log.follow(decided.held)
             return []
         log_record = primary.log.decide(

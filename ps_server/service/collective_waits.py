@@ -24,8 +24,11 @@ class CollectiveWaits:
         self._leaving: Draining | None = None
 
     def observe(self, view: ClusterView) -> None:
-        for run in ("", *(run.name for run in view.runs)):
+        runs = {"", *(run.name for run in view.runs)}
+        for run in runs:
             self._of_run(run).observe(view.of_run(run))
+        for removed in self._machines.keys() - runs:
+            del self._machines[removed]
         self._wake()
 
     def _of_run(self, run: str) -> CollectiveRounds:

@@ -73,6 +73,7 @@ class Segment:
     end: int = 0
     last_group: int = 0
     is_torn: bool = False  # bytes lie behind its end
+    has_ranges: bool = False  # a frame of some range is in it
 
 
 @dataclass(slots=True)
@@ -158,6 +159,7 @@ def _look_through(segment: Segment, starts: dict[RangeId, RangeStart], *, is_new
     try:
         for offset, head in _heads(segment.mapped):
             here, range_id = RangeStart(segment.number, offset), RangeId(head.range_id)
+            segment.has_ranges |= head.kind not in (FrameKind.HEADER, FrameKind.TABLE)
             if head.kind is FrameKind.SNAPSHOT:
                 snapshot = snapshot or here
                 if head.is_last:

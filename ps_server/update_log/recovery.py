@@ -25,6 +25,7 @@ from ps_server.stores import Shards
 from ps_server.update_log.directory import LogDirectory, boot_id, segments_in
 from ps_server.update_log.reader import FORMAT_VERSION, LogContents, RangeStart, scan
 from ps_server.update_log.recovered_ranges import replayed
+from ps_server.update_log.segments import LogSegments
 from ps_server.update_log.writer import LogSetting, UpdateLog
 from pushpull.v1 import scheduler_pb2, update_log_pb2
 
@@ -38,6 +39,8 @@ class RecoveredLog:
         replicas: the recovered ranges, whose values are in the server's stores.
         segments: the segment in which each of these begins.
         sizes: bytes of each segment, by number.
+        is_kept: there are ranges that this server may not go on with. Their segments stay: without
+            them, the next start would take what they have for what nobody has seen.
     """
 
     directory: LogDirectory
@@ -47,6 +50,7 @@ class RecoveredLog:
     sizes: dict[int, int]
     kernel_fingerprint: str
     boot_id: str
+    is_kept: bool = False
 
     def claim(self) -> scheduler_pb2.UpdateLogClaim:
         return scheduler_pb2.UpdateLogClaim(
@@ -75,7 +79,9 @@ class RecoveredLog:
             boot_id=self.boot_id,
             is_synced=setting.is_synced,
         )
-        return UpdateLog(self.directory, header, setting, self.sizes, self.segments)
+        kept = self.sizes.keys() if self.is_kept else ()
+        segments = LogSegments(setting.bound_bytes, self.sizes, self.segments, kept)
+        return UpdateLog(self.directory, header, setting, segments)
 
 
 async def open_log(
@@ -153,9 +159,13 @@ def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> R
         directory.set_aside()
         return replace(nothing, sizes={})
     if starts is None:
-        reason = "it is of another boot and was not synced, or other kernels wrote it"
-        logs.warning("update_log_not_claimed", reason=reason)
-        return nothing
+        logs.warning(
+            "update_log_not_claimed",
+            reason="it is of another boot and was not synced, or other kernels wrote it",
+            remedy="its segments stay; start with the torch and the processor that wrote it, or "
+            "restore a checkpoint and remove them",
+        )
+        return replace(nothing, is_kept=True)
     logs.info(
         "update_log_read",
         path=str(directory.path),
@@ -186,8 +196,11 @@ def claimable(
     broken = [
         number
         for number, header in headers.items()
-        if not (header.is_synced or header.boot_id == boot)
-        or header.kernel_fingerprint != kernel_fingerprint
+        if contents.segments[number].has_ranges
+        and (
+            not (header.is_synced or header.boot_id == boot)
+            or header.kernel_fingerprint != kernel_fingerprint
+        )
     ]
     first = max(broken, default=0)  # ranges must begin in the segments after it
     return present if all(start.segment > first for start in present.values()) else None

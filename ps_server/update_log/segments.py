@@ -16,7 +16,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ps_core.keys import RangeId
 from ps_server.update_log.format import FrameKind
@@ -30,13 +30,19 @@ class LogSegments:
     Args:
         sizes: bytes of each segment, by number.
         starts: the ranges that the segments have all of, and the segment in which each begins.
+        kept: segments that stay whatever they have, beside the bound.
     """
 
     def __init__(
-        self, bound_bytes: int, sizes: Mapping[int, int], starts: Mapping[RangeId, int]
+        self,
+        bound_bytes: int,
+        sizes: Mapping[int, int],
+        starts: Mapping[RangeId, int],
+        kept: Collection[int] = (),
     ) -> None:
         self._bound_bytes = bound_bytes
-        self._sizes = dict(sizes)
+        self._newest_kept = max(kept, default=0)
+        self._sizes = {number: size for number, size in sizes.items() if number not in kept}
         self._starts = dict(starts)
         # Beginnings that are not written yet: range, segment; None if the range has ended since.
         self._on_its_way: deque[tuple[RangeId, int] | None] = deque()
@@ -45,11 +51,11 @@ class LogSegments:
     @property
     def newest(self) -> int:
         """The segment that is written to; 0 before the first."""
-        return max(self._sizes, default=0)
+        return max(self._sizes, default=self._newest_kept)
 
     @property
     def byte_count(self) -> int:
-        """Bytes of all segments, those that wait to be written included."""
+        """Bytes of all segments but the kept ones, those that wait to be written included."""
         return sum(self._sizes.values())
 
     @property

@@ -17,7 +17,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -101,15 +101,14 @@ class UpdateLog:
         directory: LogDirectory,
         header: update_log_pb2.UpdateLogHeader,
         setting: LogSetting,
-        sizes: Mapping[int, int],
-        starts: Mapping[RangeId, int],
+        segments: LogSegments,
     ) -> None:
         self.on_written: Callable[[Written], None] = _nothing
         self.failure: InvalidUpdateLog | None = None
         self.queued_bytes = 0
         self._directory = directory
         self._header = header
-        self.segments = LogSegments(setting.bound_bytes, sizes, starts)
+        self.segments = segments
         self._tables: dict[TableId, bytes] = {}
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()

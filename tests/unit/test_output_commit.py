@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +11,15 @@ from ps_core.cluster_view import ClusterView
 from ps_core.consistency import parsed
 from ps_core.keys import AssignmentEpoch, Incarnation
 from ps_core.work import Work, at_once
-from ps_server.ranges.events import Place, Sender, WithdrawEvent
+from ps_server.ranges.events import (
+    Effect,
+    Place,
+    PullEvent,
+    PushEvent,
+    Sender,
+    WithdrawEvent,
+)
+from ps_server.ranges.range_copy import fresh_copy
 from ps_server.ranges.server_machine import PreparedChange, ServerMachine
 from ps_server.replication.messages import Ack, Grant, LogRecord
 from ps_server.replication.output_commit import OutputCommit
@@ -30,9 +39,11 @@ def _long(record: LogRecord) -> Work[None]:
 class Server:
     """A server whose range needs one more that has what is committed, or none."""
 
-    def __init__(self, min_in_sync: int = 2) -> None:
+    def __init__(self, min_in_sync: int = 2, *, has_update_log: bool = False) -> None:
         self.machine = ServerMachine(ONE, 1)
-        self.replication = Replication(ONE, self.machine, LEASE_S, min_in_sync)
+        self.replication = Replication(
+            ONE, self.machine, LEASE_S, min_in_sync, has_update_log=has_update_log
+        )
         self.sent: list[LogRecord] = []
         self.output = OutputCommit(
             self.machine,
@@ -96,6 +107,34 @@ def test_who_joins_again_is_given_what_was_promised_while_nobody_listened() -> N
     server.replication.acked(TWO, Ack(RANGE, snapshot.number, AssignmentEpoch(3)), 0.0)
     (backup_request,) = server.replication.backup_requests(0.0)
     assert backup_request.backups == {TWO}
+
+
+def test_a_log_has_the_facts_of_each_worker_that_its_records_name() -> None:
+    """A worker's first facts came while nobody was told, neither a backup nor the log."""
+    server, written = Server(has_update_log=True), list[LogRecord]()
+    server.output = OutputCommit(
+        server.machine,
+        server.replication,
+        NotImplemented,
+        lambda _, record: server.sent.append(record),
+        written.append,
+        _long,
+    )
+    server.see(view(1, (2, ONE, (), ())))
+    place, sender = Place(TABLE.table_id, RANGE, EPOCH), Sender(Incarnation(11), 0, 11)
+
+    def decide(effects: Sequence[Effect]) -> None:
+        at_once(server.output.deciding(effects, lambda: 0.0))
+
+    push = PushEvent(place, sender, 1, 1, 0, 4, b"1234")
+    decide(server.machine.entry(push, 0.0))
+    decide(server.machine.pull(PullEvent(place, 1, None, 0, False, 1.0), 0.0))
+    decide(server.machine.entry(WithdrawEvent(place, sender, 1), 0.0))
+    assert written
+    copy = fresh_copy(TABLE, range(4))
+    for record in written:
+        copy.take(record.delta)
+    assert Incarnation(11) in copy.workers
 
 
 def test_what_takes_long_releases_nothing_when_the_lease_is_over() -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from ps_core.cluster_view import Role, Session
 from ps_core.errors import InvalidUpdateLog, Recovering
-from ps_core.keys import RangeId, TableId
+from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.tables.elements import Initializer, InitializerKind
 from ps_core.tables.table import Table
 from ps_runtime.cluster import wire
@@ -26,11 +27,12 @@ from ps_server.update_log.directory import LogDirectory, boot_id, segments_in
 from ps_server.update_log.format import MAGIC, FrameKind, frame_bytes, head_at
 from ps_server.update_log.reader import scan
 from ps_server.update_log.recovery import claimable, read_log
-from ps_server.update_log.writer import LogItem, _Writer
+from ps_server.update_log.writer import LogItem, LogSetting, _Writer
 from tests.unit.logged_server import (
     KERNELS,
     MODEL,
     RANGES,
+    TIMELINE,
     LoggedServer,
     Setting,
     Values,
@@ -38,6 +40,7 @@ from tests.unit.logged_server import (
 )
 
 STEPS = 5
+SESSION = Session("c", TIMELINE, NodeId(2), Incarnation(102), Role.SERVER)
 
 
 def ran(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -299,6 +302,35 @@ def test_a_log_of_another_boot_or_other_kernels_claims_nothing(tmp_path: Path) -
     assert claimable(contents, boot_id(), KERNELS) == contents.starts != {}
     assert claimable(contents, "another boot", KERNELS) is None
     assert claimable(contents, boot_id(), "other kernels") is None
+
+
+def test_segments_that_a_server_may_not_go_on_with_stay(tmp_path: Path) -> None:
+    """Without them the next start would take their ranges for what nobody has seen."""
+
+    def begun_with(kernels: str) -> bool:
+        """Whether a server that starts, and ends at once, has ranges of the log."""
+        found = read_log(LogDirectory(tmp_path), Shards(SharedLanes(), {}), kernels)
+
+        async def scene() -> None:
+            log = found.begin(SESSION, RANGES, LogSetting(1_000, is_synced=False))
+            log.turn(0)
+            await log.close()
+
+        ran(scene)
+        return bool(found.claim().timeline)
+
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting())
+        for step in range(1, 1 + STEPS):
+            await server.push(step)
+        await server.end()
+
+    ran(scene)
+    before = recovered(tmp_path).values
+    for _ in range(3):
+        assert not begun_with("other kernels")
+    assert recovered(tmp_path).values == before, "the remedy"
+    assert len(segments_in(tmp_path)) == 4
 
 
 def test_a_synced_log_outlives_the_boot(tmp_path: Path) -> None:
