@@ -582,8 +582,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 async with asyncio.timeout(left_s):
                     await changed.wait()
             except TimeoutError:
-                self._carry_out(self._cluster.tick(clock.now_s()))
-                is_late = clock.now_s() >= deadline_s
+                now_s = clock.now_s()  # one time for both: what is late has been withdrawn
+                self._carry_out(self._cluster.tick(now_s))
+                is_late = now_s >= deadline_s
 
     def _caller(self, message: types_pb2.SessionIdentity, method: str) -> Session:
         """Parse the caller's session, and check first of all that it may call `method`."""
