@@ -335,7 +335,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         async with self._answering(request.session, "PromiseChange") as session:
             outcome = wire.change_outcome_from_proto(request.outcome)
             prepared = TableId(request.table_id), request.number, request.clock, outcome
-            self._carry_out(self._cluster.prepare_change(session, *prepared))
+            self._carry_out(self._cluster.prepare_change(session, *prepared, clock.now_s()))
         return pb.PromiseChangeResponse()
 
     @translated
@@ -549,8 +549,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def _committed(
         self, session: Session, request: pb.SetConsistencyRequest, deadline_s: float
     ) -> TableChange:
-        """The requested change, once committed. After `deadline_s` it is withdrawn, unless it is
-        decided.
+        """The requested change, once committed. After `deadline_s` its proposal is withdrawn,
+        unless it is decided, or another caller's that may wait longer.
         """
         wanted = ChangeRequest(
             request.table_name,
@@ -574,10 +574,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 raise Draining(f"{_STOPPING}; {found.reason}")
             number = found.number
             left_s = deadline_s - clock.now_s()
-            if left_s <= 0 and not number:
-                raise WaitExpired(found.reason)
             if is_late:  # and it was not withdrawn
-                raise WaitExpired(f"{found.reason}; the change is decided, and will be made")
+                raise WaitExpired(f"{found.reason}; the change may still be made")
+            if left_s <= 0:
+                raise WaitExpired(found.reason)
             try:
                 async with asyncio.timeout(left_s):
                     await changed.wait()

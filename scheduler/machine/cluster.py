@@ -404,15 +404,18 @@ class Cluster:
         number: int,
         clock: int,
         outcome: ChangeOutcome | None = None,
+        now_s: float = 0.0,
     ) -> Decision[None]:
-        """A server is prepared for a change after `clock`; or reports the `outcome` of a decided
-        one, which the table's first range took or gave up.
+        """A server is prepared for a change after `clock`, if it comes before the change's
+        deadline; or reports the `outcome` of a decided one, which the table's first range took or
+        gave up.
         """
         node = self.caller(session, "PromiseChange")
+        transitions = self.changes.expire(now_s)
         if outcome is None:
-            transitions = self.changes.prepare(node.node_id, table_id, number, clock)
+            transitions += self.changes.prepare(node.node_id, table_id, number, clock)
         else:
-            transitions = self.changes.end_decided(table_id, number, outcome)
+            transitions += self.changes.end_decided(table_id, number, outcome)
         transitions += self.checkpoints.look()
         return Decision(None, self._changed(*transitions))
 

@@ -261,7 +261,7 @@ def test_a_change_that_is_decided_and_not_yet_made_says_so_at_its_deadline() -> 
                 session=server, table_id=table.table_id, number=table.proposed.number, clock=3
             )
             await scheduler.stub.PromiseChange(prepared, timeout=DEADLINE_S)
-        words = ("the change is decided, and will be made",)
+        words = ("is decided and waits for", "the change may still be made")
         await refused(call, errors.WaitExpired, grpc.StatusCode.DEADLINE_EXCEEDED, words)
         assert (await scheduler.status()).view.tables[0].proposed.number == table.proposed.number
 
