@@ -150,8 +150,7 @@ async def _serve(settings: ServerConfig) -> None:
     finally:
         for task in (stop, running):
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(stop, running, return_exceptions=True)  # its error is raised already
         servicer.drain()
         grace_s = max(end_s - clock.now_s(), _LEAST_GRACE_S)
         await asyncio.gather(*(one.stop(grace_s) for one in (server, streams) if one is not None))

@@ -258,6 +258,8 @@ class _CheckpointPart:
         if key is None:
             return
         self._wake.set()
+        if key in self._quota.held:  # from now on training waits for it
+            self._progress_s = self._loop.time()
         if isinstance(effect, RefusePull):
             self._quota.captured(key, 0)
             self._problem = self._problem or effect.error.message
@@ -419,7 +421,8 @@ class _CheckpointPart:
 
     async def _wait(self) -> None:
         """Wait for news, at most for the stall time while training waits, too."""
-        until_s = self._progress_s + self._stall_s if self._quota.held else None
+        is_awaited = any(key not in self._waiters.values() for key in self._quota.held)
+        until_s = self._progress_s + self._stall_s if is_awaited else None
         try:
             async with asyncio.timeout_at(until_s):
                 await self._wake.wait()

@@ -196,10 +196,9 @@ def claimable(
     broken = [
         number
         for number, header in headers.items()
-        if contents.segments[number].has_ranges
-        and (
-            not (header.is_synced or header.boot_id == boot)
-            or header.kernel_fingerprint != kernel_fingerprint
+        if not (header.is_synced or header.boot_id == boot)  # without frames: they may be lost
+        or (
+            contents.segments[number].has_ranges and header.kernel_fingerprint != kernel_fingerprint
         )
     ]
     first = max(broken, default=0)  # ranges must begin in the segments after it
