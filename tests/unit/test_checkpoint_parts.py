@@ -265,6 +265,21 @@ def test_a_store_that_takes_nothing_holds_training_for_a_while_only(tmp_path: Pa
     run(tmp_path, drive)
 
 
+def test_a_cut_that_comes_late_is_no_stall(tmp_path: Path) -> None:
+    """The store's time counts from when training waits for it."""
+
+    async def drive(server: Server) -> None:
+        server.begin_parts(0, stall_s=0.2)
+        server.propose()
+        server.cut(1)  # which nobody has reached
+        asyncio.get_running_loop().call_later(0.6, server.step, 1)
+        report = await server.report()
+        assert not report.problem
+        assert list(server.values(report).values()) == [{-1.0}] * BLOCKS
+
+    run(tmp_path, drive)
+
+
 def test_what_is_asynchronous_is_written_as_it_is_and_said_to_be_torn(tmp_path: Path) -> None:
     async def drive(server: Server) -> None:
         server.step(1)

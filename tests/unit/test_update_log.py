@@ -343,6 +343,17 @@ def test_a_synced_log_outlives_the_boot(tmp_path: Path) -> None:
     contents = scan(segments_in(tmp_path))
     assert claimable(contents, "another boot", KERNELS) == contents.starts != {}
 
+    async def unsynced() -> None:
+        found = read_log(LogDirectory(tmp_path), Shards(SharedLanes(), {}), KERNELS)
+        log = found.begin(SESSION, RANGES, LogSetting(1_000, is_synced=False))
+        log.turn(0)
+        await log.close()
+
+    ran(unsynced)
+    contents = scan(segments_in(tmp_path))
+    assert claimable(contents, boot_id(), KERNELS) == contents.starts != {}
+    assert claimable(contents, "another boot", KERNELS) is None, "what followed may be lost"
+
 
 def test_a_frame_that_is_missing_is_damage(tmp_path: Path) -> None:
     """LF-1."""
