@@ -576,13 +576,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             left_s = deadline_s - clock.now_s()
             if is_late:  # and it was not withdrawn
                 raise WaitExpired(f"{found.reason}; the change may still be made")
-            if left_s <= 0:
+            if left_s <= 0 and not number:
                 raise WaitExpired(found.reason)
             try:
                 async with asyncio.timeout(left_s):
                     await changed.wait()
             except TimeoutError:
                 now_s = clock.now_s()  # one time for both: what is late has been withdrawn
+                if now_s >= deadline_s and not number:  # another proposal is under way: make none
+                    raise WaitExpired(found.reason) from None
                 self._carry_out(self._cluster.tick(now_s))
                 is_late = now_s >= deadline_s
 
