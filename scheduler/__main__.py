@@ -25,7 +25,11 @@ from ps_runtime.observe import logs
 from ps_runtime.observe.metrics import SchedulerMetrics, new_registry
 from ps_runtime.settings import config
 from ps_runtime.system import clock
-from ps_runtime.system.process_end import die_with_parent_if_asked, wait_for_stop_signal
+from ps_runtime.system.process_end import (
+    die_with_parent_if_asked,
+    dies_with_parent,
+    wait_for_stop_signal,
+)
 from pushpull.v1 import scheduler_pb2
 from scheduler.config import SchedulerConfig, parser
 from scheduler.edge.restoring import AUTO
@@ -99,13 +103,20 @@ async def serve(settings: SchedulerConfig, start: SchedulerStart, secret: bytes)
         stop.cancel()
         servicer.checkpointing.give_up("the scheduler ends")
         servicer.close()
-        goes_on = start.journal is not None and not servicer.has_finished
-        await servicer.checkpointing.close(goes_on=goes_on)
+        may_go_on = start.journal is not None and not servicer.has_finished
+        is_final = _is_final(stop)
+        await servicer.checkpointing.close(goes_on=may_go_on and not is_final)
         with contextlib.suppress(PushpullError):  # of the journal, logged before
             await servicer.flushed()
         await node.stop(settings.drain_grace_s)
         ticking.cancel()
         await servicer.close_journal(has_ended=servicer.has_finished)
+
+
+def _is_final(stop: asyncio.Future[signal.Signals]) -> bool:
+    """True if a launcher has ended the cluster: it removes the journal, and says so by SIGINT."""
+    came = stop.done() and not stop.cancelled() and stop.exception() is None
+    return came and stop.result() is signal.SIGINT and dies_with_parent(os.environ)
 
 
 async def _watch(servicer: SchedulerServicer) -> None:

@@ -405,8 +405,9 @@ class Launcher:
 
 def _stop_all(processes: Sequence[RoleProcess], grace_s: float) -> None:
     for process in processes:
-        # SIGTERM lets a server wait until another has its values; here all of them end.
-        process.stop(signal.SIGINT if process.command.kind == "server" else signal.SIGTERM)
+        # SIGTERM lets a server wait until another has its values, and a scheduler with a journal
+        # leave what the next one needs; here all of them end, and so does the journal.
+        process.stop(signal.SIGTERM if process.command.kind == "worker" else signal.SIGINT)
     give_up_s = time.monotonic() + grace_s
     for process in processes:
         if process.wait(give_up_s - time.monotonic()) is None:

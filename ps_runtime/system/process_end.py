@@ -68,6 +68,11 @@ def die_with_parent() -> bool:
     return True
 
 
+def dies_with_parent(env: Mapping[str, str]) -> bool:
+    """True if this process is a launcher's, and ends when that does."""
+    return env.get(DIE_WITH_PARENT, "") == "1"
+
+
 def die_with_parent_if_asked(env: Mapping[str, str]) -> None:
     """Call `die_with_parent` if PUSHPULL_DIE_WITH_PARENT is 1; a role does so first of all.
     InvalidConfig unless it is 0, 1, empty or absent.
@@ -78,7 +83,7 @@ def die_with_parent_if_asked(env: Mapping[str, str]) -> None:
     wanted = env.get(DIE_WITH_PARENT, "")
     if wanted not in ("", "0", "1"):
         raise InvalidConfig(f"{DIE_WITH_PARENT} is '{wanted}'; expected 0 or 1")
-    if wanted != "1":
+    if not dies_with_parent(env):
         return
     die_with_parent()
     starter = env.get(PARENT_PID, "")

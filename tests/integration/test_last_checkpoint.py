@@ -192,13 +192,15 @@ def test_who_left_is_in_checkpoints_of_the_next_scheduler(tmp_path: Path) -> Non
         clients[1].close()
         cluster.role("scheduler").send(signal.SIGTERM)
         cluster.end_of("scheduler")
+        assert list(root.glob("left-*"))
         again = cluster.launcher.start(cluster.role("scheduler").command)
         cluster.launcher.wait_ready(again)
         clients[0].checkpoint("of the next").wait()
         with resolve(str(root)).reader as reader:
             assert reader.manifest.reason == "of the next"
             assert [bool(worker.file) for worker in reader.manifest.workers] == [True, True]
-        clients[0].close(leave=False)
+        clients[0].close()
+    assert not list(root.glob("left-*")), "the launcher ended the cluster, and no other goes on"
 
 
 def test_the_one_that_the_cluster_began_from_stays_while_it_goes_on(tmp_path: Path) -> None:
