@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from ps_cli.console.output import Output
 from ps_cli.console.scheduler_query import SchedulerQuery
@@ -96,16 +97,24 @@ def earlier_checkpoints(plan: CheckpointPlan, output: Output) -> frozenset[str]:
     return names
 
 
+@dataclass(frozen=True, slots=True)
+class RunBeginning:
+    """A run's cluster, and the checkpoint that it began from; each empty if it is not known."""
+
+    cluster_id: str = ""
+    restored_from: str = ""
+
+
 def tell_how_to_go_on(
-    plan: CheckpointPlan, earlier: Collection[str], restored_from: str, output: Output
+    plan: CheckpointPlan, earlier: Collection[str], beginning: RunBeginning, output: Output
 ) -> None:
-    """Print the checkpoint from which a run that has failed can go on, if there is one: its newest
-    good one, which is none of the `earlier`, or the one that it began from.
+    """Print the checkpoint from which a run that has failed can go on, if there is one: the newest
+    good one of its cluster, which is none of the `earlier`, or the one that it began from.
     """
-    newest = restored_from
+    newest = beginning.restored_from
     with contextlib.suppress(PushpullError):
-        if plan.url:
-            own = CheckpointStore(plan.url).newest_good(but=earlier)
+        if plan.url and beginning.cluster_id:
+            own = CheckpointStore(plan.url).newest_good(earlier, beginning.cluster_id)
             newest = newest if own is None else own.url
     if newest:
         output.complain(f"to go on from its newest checkpoint: --resume {newest}")

@@ -31,6 +31,7 @@ from ps_cli.train.devices import AUTO, devices_of, remark, share
 from ps_cli.train.exit_rules import FAILURE_EXIT_CODE, ExitRules, RunEnd
 from ps_cli.train.run_checkpoints import (
     CheckpointWatch,
+    RunBeginning,
     earlier_checkpoints,
     make_last,
     tell_beginning,
@@ -172,7 +173,7 @@ class TrainRun:
         self._has_last = not settings.shape.checkpoints.url
         self._cut_off: set[int] = set()
         self._earlier: Collection[str] = ()  # names of checkpoints that were there before
-        self._restored_from = ""
+        self._beginning = RunBeginning()
 
     async def run(self) -> int:
         """Train to the end, print how the run ended, and return the exit code of `ending`."""
@@ -180,7 +181,7 @@ class TrainRun:
         self._tell(ending)
         if ending.exit_code == FAILURE_EXIT_CODE:
             checkpoints = self._settings.shape.checkpoints
-            known = self._earlier, self._restored_from
+            known = self._earlier, self._beginning
             await asyncio.to_thread(tell_how_to_go_on, checkpoints, *known, self._output)
         return ending.exit_code
 
@@ -234,7 +235,8 @@ class TrainRun:
                 self._observe(await query.status())
 
     def _observe(self, status: scheduler_pb2.GetClusterStatusResponse) -> None:
-        shape = self._settings.shape
+        shape, view = self._settings.shape, status.view
+        self._beginning = RunBeginning(view.cluster_id, view.restored_from)
         self._awaited = still_awaited(status, shape.server_count, shape.worker_count)
         self._rates.observe(worker_samples(status, time.monotonic()))
         self._checkpoints.observe(status.checkpoints)
@@ -265,8 +267,8 @@ class TrainRun:
         async with SchedulerQuery(cluster.scheduler) as query:
             if is_new:
                 with contextlib.suppress(PushpullError):
-                    self._restored_from = (await query.status()).view.restored_from
-                    tell_beginning(shape.checkpoints, self._restored_from, self._output)
+                    restored_from = (await query.status()).view.restored_from
+                    tell_beginning(shape.checkpoints, restored_from, self._output)
             await self._show_progress(query)
 
     async def _show_progress(self, query: SchedulerQuery) -> None:

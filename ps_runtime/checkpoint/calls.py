@@ -108,7 +108,8 @@ async def create_checkpoint(
         StaleAssignment: a checkpoint was cut in a newer view.
         InvalidConfig: the cluster has no place for it.
         InvalidCheckpoint: it could not be written.
-        WaitExpired: it was not complete in time; the message names the missing nodes.
+        WaitExpired: it was not complete in time, and still may be; the message names the missing
+            nodes.
     """
     request = scheduler_pb2.CreateCheckpointRequest(
         session=link.identity, reason=reason, covered_by=covered_by, view_number=view_number

@@ -76,12 +76,15 @@ class CheckpointStore:
         """
         return [(name, self.judged(name)) for name in self.names()]
 
-    def newest_good(self, but: Collection[str] = ()) -> CheckpointDirectory | None:
-        """The newest good checkpoint, `but` for those of these names. Blocking: reads manifests and
-        headers until it is found.
+    def newest_good(
+        self, but: Collection[str] = (), cluster_id: str = ""
+    ) -> CheckpointDirectory | None:
+        """The newest good checkpoint, `but` for those of these names, of any cluster or the named
+        one. Blocking: reads manifests and headers until it is found.
         """
         for name in reversed(self.names()):
-            if name not in but and isinstance(self.judged(name), Manifest):
+            found = None if name in but else self.judged(name)
+            if isinstance(found, Manifest) and cluster_id in ("", found.cluster_id):
                 return self.named(name)
         return None
 

@@ -183,7 +183,8 @@ class SchedulerLink:
         Raises:
             TableNotFound: there is no such table.
             InvalidConfig: the table cannot have that setting.
-            WaitExpired: also if a server has not prepared it in time; nothing has changed.
+            WaitExpired: also if a server has not prepared it in time, which its message names: then
+                nothing has changed. Else the change may be made, and the message says so.
         """
         end_s = clock.now_s() + deadline_s
         request = scheduler_pb2.SetConsistencyRequest(
@@ -194,8 +195,14 @@ class SchedulerLink:
         )
         what = f"table '{table_name}' to become {consistency}"
         answer = await self.call("SetConsistency", request, what, end_s)
-        await self.view_at_least(answer.view_number, max(end_s - clock.now_s(), LEAST_ATTEMPT_S))
-        return wire.change_from_proto(answer.change)
+        change = wire.change_from_proto(answer.change)
+        left_s = max(end_s - clock.now_s(), LEAST_ATTEMPT_S)
+        try:
+            await self.view_at_least(answer.view_number, left_s)
+        except WaitExpired as late:
+            made = f"table '{table_name}' is {consistency} after clock {change.after_clock}"
+            raise WaitExpired(f"{made}, and this node has not seen it: {late.message}") from late
+        return change
 
     async def prepare_change(
         self, table_id: TableId, number: int, hold_point: int, outcome: ChangeOutcome | None = None

@@ -184,9 +184,9 @@ class ClientCheckpoints:
         returns that one; so does a worker's first call after it, if the worker has taken no step
         beyond it.
 
-        If it fails, `wait` raises the reason. If nobody waits for it, a warning is logged,
-        `event=checkpoint_failed`, and training goes on without it: so too where the cluster has no
-        place for checkpoints.
+        If it fails, `wait` raises the reason. If no thread is in `wait` by then, a warning is
+        logged, `event=checkpoint_failed`, and training goes on without it: so too where the cluster
+        has no place for checkpoints.
 
         `reason` is for its manifest.
 

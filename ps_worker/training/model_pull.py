@@ -10,6 +10,7 @@ Rules:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,17 @@ from torch import nn
 
 from ps_core import limits
 from ps_core.consistency import Mode
-from ps_core.errors import AlreadyPast, InvalidConfig, InvalidTensor, TableNotFound, WaitExpired
+from ps_core.errors import (
+    AlreadyPast,
+    InvalidConfig,
+    InvalidTensor,
+    PushpullError,
+    TableNotFound,
+    WaitExpired,
+)
 from ps_core.tables.optimizers import OptimizerKind
 from ps_core.tables.table_spec import TableSpec
+from ps_runtime.grpc.retry import Backoff, is_curable
 from ps_runtime.system.clock import now_s
 from ps_worker.client.pending import PendingTickets
 from ps_worker.spec.flat_layout import TORCH_DTYPE, plain_name
@@ -220,16 +229,20 @@ def _pull_at_one_clock(pulls: Sequence[_TablePull], end_s: float) -> int:
 def _pull_by_cut(pulls: Sequence[_TablePull], end_s: float) -> int:
     """Suspend updates of all tables, and pull them at the highest clock of any."""
     tables = [pull.table for pull in pulls]
+    backoff = Backoff()
     while True:
         lasts_s = min(limits.DEFAULT_CUT_S, max(end_s - now_s(), 0.001))
-        with pulls[0].client.tables.cut(tables, lasts_s) as (cut, clocks):
-            clock = max(clock + pull.birth for pull, clock in zip(pulls, clocks, strict=True))
-            try:
+        try:
+            with pulls[0].client.tables.cut(tables, lasts_s) as (cut, clocks):
+                clock = max(clock + pull.birth for pull, clock in zip(pulls, clocks, strict=True))
                 _attempt(pulls, clock, now_s() + lasts_s, cut)
                 return clock
-            except (AlreadyPast, WaitExpired):
-                if now_s() >= end_s:
-                    raise
+        except PushpullError as error:  # a server or a worker took too long, or is gone
+            if not (is_curable(error) or isinstance(error, AlreadyPast)):
+                raise
+            if now_s() >= end_s:
+                raise WaitExpired(error.message) from error
+            time.sleep(backoff.next_s(error))
 
 
 def _attempt(pulls: Sequence[_TablePull], clock: int, end_s: float, cut: int = 0) -> None:

@@ -715,12 +715,15 @@ class ConsistentPuller:
 
     async def end_cut(self, cut: int, tables: Sequence[Table]) -> None:
         """End a cut on all servers. Never raises, because servers end it by themselves soon."""
-        for table in tables:
+
+        async def end(table: Table) -> None:
             try:
                 links = self._puller.links_of(table)
                 await asyncio.gather(*(link.end_cut(table.table_id, cut) for link in links))
             except PushpullError as error:
                 logs.debug("cut_not_ended", table=table.spec.name, error=error.message)
+
+        await asyncio.gather(*map(end, tables))
 
 
 def new_cut() -> int:

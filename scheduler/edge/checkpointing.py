@@ -18,12 +18,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.json_format import MessageToDict
 
 from ps_core.change import Checkpoint
 from ps_core.errors import (
+    Fenced,
     InvalidCheckpoint,
     InvalidConfig,
     PushpullError,
@@ -64,6 +65,8 @@ from scheduler.machine.checkpoints import UNNAMED
 from scheduler.machine.cluster import STARTED_AGAIN, Cluster, Decision
 from scheduler.machine.state import ClusterSettings, Transition
 
+ReplyT = TypeVar("ReplyT")
+
 _REMEMBERED_COUNT = 100  # complete checkpoints that are remembered for their requesters
 _GIVEN_UP_COUNT = 16  # failed checkpoints whose directories are removed once more
 _MAX_REASON_CHARACTERS = 2_000  # length of a failure's reason in status answers
@@ -95,6 +98,7 @@ class Checkpointing:
         self._cut_in_view = 0
         self._given_up: deque[str] = deque(maxlen=_GIVEN_UP_COUNT)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_over = False
         self._complete_count = self._failed_count = 0
         self._newest: tuple[str, float] | None = None
         self._failed: tuple[CheckpointFailed, float] | None = None
@@ -141,8 +145,17 @@ class Checkpointing:
 
     def look(self, now_s: float) -> None:
         reason = self._schedule.look(self._cluster.view, now_s)
-        if reason and self._carry_out(self._cluster.begin_checkpoint(reason, now_s)).number:
+        if reason and self._carried_out(self._cluster.begin_checkpoint(reason, now_s)).number:
             self._schedule.begun(now_s)
+
+    def end(self) -> None:
+        """A restore has replaced the cluster: its checkpoints decide nothing any more, and calls
+        that wait for one fail with Fenced.
+        """
+        self._is_over = True
+
+    def _carried_out(self, decision: Decision[ReplyT]) -> ReplyT:
+        return decision.reply if self._is_over else self._carry_out(decision)
 
     # --- one that somebody asked for
 
@@ -153,6 +166,7 @@ class Checkpointing:
         is complete, at most until this moment of the clock.
 
         Raises:
+            Fenced: a restore has replaced the cluster.
             StaleAssignment: a checkpoint was cut that the caller does not know, and that may do.
             InvalidConfig: the cluster has no checkpoint URL.
             InvalidCheckpoint: the checkpoint failed.
@@ -166,6 +180,7 @@ class Checkpointing:
         reason = request.reason[:200] or "asked for"
         number = covered_by = request.covered_by
         while True:
+            self._check_not_over()
             number, covered_by = map(self._cluster.checkpoints.newest_of, (number, covered_by))
             under_way = self._cluster.view.checkpoint
             may_come = number in self._made or (under_way and under_way.number == number)
@@ -177,7 +192,7 @@ class Checkpointing:
                         f"a checkpoint was cut in view {self._cut_in_view}; the caller's newest "
                         f"view was {request.view_number}"
                     )
-                pending = self._carry_out(self._cluster.begin_checkpoint(reason, clock.now_s()))
+                pending = self._carried_out(self._cluster.begin_checkpoint(reason, clock.now_s()))
                 number, said = pending.number, pending.reason
             else:
                 said = self._cluster.checkpoints.reason(clock.now_s())
@@ -190,9 +205,14 @@ class Checkpointing:
                 raise WaitExpired(said or f"checkpoint {number} is not complete")
             await asyncio.sleep(min(_POLL_S, max(deadline_s - clock.now_s(), 0.0)))
 
+    def _check_not_over(self) -> None:
+        if self._is_over:
+            raise Fenced("a restore has replaced the cluster whose checkpoint this was to be")
+
     async def until_none_is_under_way(self, deadline_s: float) -> None:
         """Wait until no checkpoint is running; WaitExpired at `deadline_s` says why one is."""
         while self._cluster.view.checkpoint is not None:
+            self._check_not_over()
             if clock.now_s() >= deadline_s:
                 raise WaitExpired(self._cluster.checkpoints.reason(clock.now_s()))
             await asyncio.sleep(_POLL_S)
@@ -212,7 +232,7 @@ class Checkpointing:
             problem = "" if is_complete else "its manifest was not written; " + STARTED_AGAIN
         except PushpullError as error:
             problem = error.message
-        self._carry_out(self._cluster.end_checkpoint(written.number, problem))
+        self._carried_out(self._cluster.end_checkpoint(written.number, problem))
 
     def published(self, transition: Transition, now_s: float) -> None:
         if isinstance(transition, CheckpointCut):
@@ -263,7 +283,7 @@ class Checkpointing:
         except Exception as error:  # noqa: BLE001 - else it would be made for ever, and no other
             logs.exception("checkpoint_not_completed", error, number=attempt.number)
             problem = f"{type(error).__name__}: {error}"
-        self._carry_out(cluster.end_checkpoint(attempt.number, problem))
+        self._carried_out(cluster.end_checkpoint(attempt.number, problem))
         if not problem and self._keep:
             await self._prune()
 
@@ -296,7 +316,7 @@ class Checkpointing:
 
     def give_up(self, reason: str) -> None:
         """Fail the running checkpoint, unless only its manifest is missing."""
-        self._carry_out(self._cluster.give_up_checkpoint(reason))
+        self._carried_out(self._cluster.give_up_checkpoint(reason))
 
     async def close(self, *, goes_on: bool) -> None:
         """Wait for running file operations, and remove the state of workers that left, unless the

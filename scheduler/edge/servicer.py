@@ -382,6 +382,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             timeline, key = secrets.token_bytes(TIMELINE_BYTES), secrets.token_bytes(32)
             settings = cluster.in_new_timeline(restored, timeline, key)
             self._publication.cluster_replaced()
+            self.checkpointing.end()
             self._begin(Decision(Cluster(settings, clock.now_s())))
         if restored is None:
             logs.warning("cluster_begun_anew", clock_before=clock_before)
@@ -561,6 +562,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         number, is_late = 0, False
         while True:
             changed = self._changed
+            self._cluster.caller(session, "SetConsistency")  # a restore may have replaced it
             found: Outcome = (
                 self._cluster.changes.outcome(wanted.table_name, number, clock.now_s(), session.run)
                 if number

@@ -113,6 +113,9 @@ class TableChanges:
             other = table.proposed.join or table.proposed.checkpoint
             is_same = table.proposed.consistency.as_requested == wanted.consistency and not other
             if not (is_so and is_same):
+                if is_same:  # it is withdrawn when the last of those who wait has given up
+                    proposal = self._state.proposals[table.table_id]
+                    proposal.deadline_s = max(proposal.deadline_s, wanted.deadline_s)
                 reason = self._reason(table, table.proposed, now_s)
                 return PendingProposal(reason, table.proposed.number if is_same else 0), []
         if is_so:

@@ -150,6 +150,7 @@ def test_a_run_without_tables_has_no_last_checkpoint_to_wait_for(tmp_path: Path)
 
 
 FAILS_LATER = """
+import shutil
 import sys
 import ps_worker as ps
 
@@ -158,6 +159,8 @@ with ps.connect() as client:
     client.push_pull(table, [1.0] * 64)
     if "save" in sys.argv:
         client.checkpoint().wait()
+    if "beside" in sys.argv:
+        shutil.move("beside", f"runs/{sys.argv[-1]}")
     if "fail" in sys.argv:
         raise ValueError("on purpose")
 """
@@ -184,6 +187,11 @@ def test_a_run_that_failed_names_no_checkpoint_of_another_run(tmp_path: Path) ->
     assert newest is not None
     assert newest.name != first.name
     assert f"to go on from its newest checkpoint: --resume {newest.url}\n" in told
+    # As one that a run beside this one completes meanwhile.
+    (tmp_path / "runs" / newest.name).rename(tmp_path / "beside")
+    told = train("--checkpoint-url", "runs", "--", "fail", "beside", newest.name, ends=1)
+    assert CheckpointStore(str(tmp_path / "runs")).names()[-1] == newest.name
+    assert "to go on from" not in told
 
 
 def test_the_others_go_on_at_once_when_a_workers_process_has_ended(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 import ps_worker as ps
 from tests.integration.counted_steps import BLOCK, Counted, Load, stop_together
@@ -138,6 +139,31 @@ def test_every_step_is_as_in_a_run_without_a_kill(
 
 
 # --- readers, and a setting that changes
+
+
+def test_a_whole_model_is_read_by_a_cut_while_ranges_are_taken_over() -> None:
+    """A server that does not answer is asked again, and so is the one that has its ranges then."""
+    with (
+        replicated_cluster(servers=2, workers=1) as cluster,
+        ps.connect(cluster.address, request_deadline_s=DEADLINE_S) as client,
+        ps.connect(cluster.address, role="reader", request_deadline_s=DEADLINE_S) as reader,
+    ):
+        model, read = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        groups = [{"params": [parameter]} for parameter in model.parameters()]
+        optimizer = ps.DistributedOptimizer(
+            client, groups, module=model, optimizer=ps.SGD(lr=0.5), consistency="ssp:2"
+        )
+        model(torch.ones(64)).sum().backward()
+        optimizer.step()
+        cluster.healed()
+        assert ps.pull_model(reader, read) == 1
+        with torch.no_grad():
+            for parameter in read.parameters():
+                parameter.zero_()
+        cluster.kill(cluster.a_primary())
+        assert ps.pull_model(reader, read) == 1
+        for found, expected in zip(read.parameters(), model.parameters(), strict=True):
+            assert torch.equal(found, expected)
 
 
 @pytest.mark.thorough

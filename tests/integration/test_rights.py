@@ -265,6 +265,29 @@ def test_of_restores_at_once_one_restores_and_the_others_find_it_done(tmp_path: 
     with_scheduler(test, checkpoint_url=root.url)
 
 
+def test_who_waits_for_a_checkpoint_hears_at_once_that_the_cluster_was_restored(
+    tmp_path: Path,
+) -> None:
+    root = CheckpointStore(str(tmp_path))
+    write_checkpoint(root.directory(7, CLUSTER_ID), 7)
+
+    async def test(scheduler: Running) -> None:
+        for _ in range(2):
+            await scheduler.join(Role.SERVER)
+        worker = await scheduler.join(Role.WORKER)
+        await scheduler.create(worker)
+        asked = scheduler_pb2.CreateCheckpointRequest(session=worker)
+        waiting = scheduler.stub.CreateCheckpoint(asked, timeout=10 * DEADLINE_S)
+        await scheduler.view_where(worker, lambda view: view.checkpoint is not None)
+        message = scheduler_pb2.RestoreCheckpointRequest(session=worker, url=root.url)
+        await scheduler.stub.RestoreCheckpoint(message, timeout=DEADLINE_S)
+        gone = grpc.StatusCode.FAILED_PRECONDITION
+        await refused(waiting, errors.Fenced, gone, ("a restore has replaced the cluster",))
+        assert not (await scheduler.status()).view.HasField("checkpoint")
+
+    with_scheduler(test, checkpoint_url=root.url)
+
+
 def test_a_cluster_begins_anew_with_nothing_when_an_operator_asks() -> None:
     async def test(scheduler: Running) -> None:
         worker, operator = await scheduler.join(Role.WORKER), await scheduler.join(Role.OPERATOR)

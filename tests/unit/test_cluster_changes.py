@@ -160,6 +160,18 @@ def test_who_asks_for_what_is_under_way_or_done_changes_nothing() -> None:
     assert cluster.outcome(first.number) == TableChange(1, 3, parsed("ssp:2")), "still its answer"
 
 
+def test_a_change_that_several_wait_for_has_until_the_last_of_them_gives_up() -> None:
+    cluster = Changing()
+    first = cluster.wanted(within_s=2.0)
+    second = cluster.wanted(by=cluster.workers[1], within_s=6.0)
+    assert isinstance(first, PendingProposal)
+    assert isinstance(second, PendingProposal)
+    cluster.wanted(within_s=1.0)  # and no sooner
+    for passed_s, is_open in ((4.0, True), (4.0, False)):
+        cluster.pass_time(passed_s, *cluster.servers, *cluster.workers)
+        assert isinstance(cluster.outcome(first.number), PendingProposal) == is_open
+
+
 def test_who_asks_for_what_is_while_another_change_is_under_way_waits_for_that() -> None:
     """The table will not stay so."""
     cluster = Changing()

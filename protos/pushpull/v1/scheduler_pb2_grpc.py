@@ -181,7 +181,8 @@ class SchedulerServiceServicer:
     def SetConsistency(self, request, context):
         """Changes a table's consistency while it is trained. Waits, within the call's deadline, until every
         server with a part of the table has promised; WAIT_EXPIRED names who has not, and then nothing has
-        changed. INVALID_ARGUMENT if the table's optimizer cannot have that setting.
+        changed unless it says that the change may still be made. INVALID_ARGUMENT if the table's optimizer
+        cannot have that setting.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -210,7 +211,7 @@ class SchedulerServiceServicer:
     def CreateCheckpoint(self, request, context):
         """Makes a checkpoint (docs/guides/CHECKPOINTS.md), and answers when it is complete. Joins one that is being
         made and not yet cut. FAILED_PRECONDITION if the cluster has nowhere to put it; WAIT_EXPIRED names
-        who is missing, and then there is none.
+        who is missing, and then it may still become complete.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
