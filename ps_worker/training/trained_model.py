@@ -353,8 +353,8 @@ class TrainedModel:
     ) -> None:
         """Take a step of all tables, and rounds while blocks are too stale, for which `closure`
         computes the gradients anew. End the last step first; if no gradients have come since, do
-        only that. `meanwhile` is called when the step is sealed, before the wait for it. Blocks and
-        raises as `DistributedOptimizer.step`.
+        only that. `meanwhile` is called together with the seals, without interruption, before the
+        wait for the step. Blocks and raises as `DistributedOptimizer.step`.
         """
         self.results = {}
         sealed = self._sealed if self.is_repeated and not self.group.has_begun else None
@@ -448,6 +448,8 @@ class TrainedModel:
             elif self._sealed is not None:
                 self._sealed.has_gradients = False  # the inner step has taken them
             self.group.sealed()
+            if meanwhile is not None:
+                meanwhile()
         if self._sealed is None or self._is_overlapped:
             if not self.outer_steps.is_overlapped:
                 self.outer_steps.merge()
@@ -455,8 +457,6 @@ class TrainedModel:
             check_taken(refused)
             return {}
         self._sealed.refused_inner = refused
-        if meanwhile is not None:
-            meanwhile()
         return self._end(self._sealed)
 
     def _take_inner_step(self, groups: Groups, scale: StepScale) -> str:

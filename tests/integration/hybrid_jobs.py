@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -80,6 +81,18 @@ def values_of(client: ps.Client, model: Rated) -> Tensors:
     return found
 
 
+class InterruptingRate(float):
+    """A learning rate at whose reading, the one of this number, Ctrl-C comes."""
+
+    left: int
+
+    def __float__(self) -> float:
+        self.left -= 1
+        if not self.left:
+            signal.raise_signal(signal.SIGINT)
+        return super().__float__()
+
+
 class Trainer:
     """A model in training, in any of the forms."""
 
@@ -155,19 +168,28 @@ def shares_data_out(client: ps.Client) -> list[str]:
 
 
 def other_rate(client: ps.Client) -> tuple[list[Tensors], str, Tensors]:
-    """Worker 1 has another learning rate, for one step."""
+    """Worker 1 has another learning rate, for one step, at whose seal worker 0 is interrupted."""
     trainer = Trainer(client, "plain", "other rate")
     trainer.train(range(1))
     before, said = trainer.values, ""
     group = trainer.optimizer.param_groups[0]
     rate = group["lr"]
     group["lr"] = rate / 2 if client.rank == 1 else rate
+    of_rows: Any = trainer.model.users.hyperparameters
+    of_rows["lr"] = interrupting = InterruptingRate(0.5)
+    interrupting.left = 2 if client.rank == 0 else 0
     try:
-        trainer.train(range(1, 2))
+        try:
+            trainer.train(range(1, 2))
+        except KeyboardInterrupt:
+            assert client.rank == 0
+            trainer.optimizer.step()
     except ps.InvalidConfig as refused:
         said = str(refused)
+    assert interrupting.left < 1
     after = trainer.values
     group["lr"] = rate
+    del of_rows["lr"]
     trainer.train(range(2, 4))
     return [before, after], said, trainer.values
 

@@ -4,6 +4,7 @@ process, that take the steps which the test orders. Each case is a run of its ow
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import torch
 
 import ps_worker as ps
 from tests.integration.command_line import environment
-from tests.integration.hybrid_jobs import Trainer
+from tests.integration.hybrid_jobs import InterruptingRate, Trainer
 from tests.integration.lane_cluster import LaneCluster, lane_cluster
 from tests.integration.ordered_workers import (
     DEADLINE_S,
@@ -114,18 +115,6 @@ def test_a_step_that_is_waited_for_in_vain_or_interrupted_is_taken_by_the_next_c
         assert [name for name in values if not torch.equal(values[name], others[name])] == []
 
 
-class InterruptingRate(float):
-    """A learning rate at whose reading, the one of this number, Ctrl-C comes."""
-
-    left: int
-
-    def __float__(self) -> float:
-        self.left -= 1
-        if not self.left:
-            signal.raise_signal(signal.SIGINT)
-        return super().__float__()
-
-
 @pytest.mark.parametrize("how", ["step", "zero_grad", "state_dict", "load_state_dict"])
 def test_a_step_that_is_interrupted_while_it_is_sealed_is_taken_once(how: str) -> None:
     """By whichever call comes next."""
@@ -151,6 +140,27 @@ def test_a_step_that_is_interrupted_while_it_is_sealed_is_taken_once(how: str) -
             assert optimizer.clock == number
             torch.testing.assert_close(head.weight.detach(), before - 0.1 * gradient)
         assert interrupted
+
+
+def test_a_step_that_is_interrupted_at_its_seal_is_whole_before_the_next_backward_pass() -> None:
+    """The script zeroes the gradients without the optimizer, and takes a step of its own."""
+    with ps.local_cluster(servers=1, workers=1) as cluster, ps.connect(cluster.address) as client:
+        rows = ps.Embedding(client, "rows", 4, optimizer=ps.SGD(lr=0.1))
+        head = torch.nn.Linear(4, 1)
+        model = torch.nn.Sequential(rows, head)
+        optimizer = ps.HybridOptimizer(client, model, torch.optim.SGD(head.parameters(), lr=0.1))
+        rows.hyperparameters["lr"] = rate = InterruptingRate(0.1)
+        rate.left = 2  # the first is read when rows are pushed ahead
+        expected = head.bias.detach().clone()
+        for factor in (1.0, 10.0):
+            model.zero_grad()
+            (factor * model(torch.arange(3)).sum()).backward()
+            expected -= 0.1 * factor * 3
+            with contextlib.suppress(KeyboardInterrupt):
+                optimizer.step()
+        assert rate.left < 0
+        assert optimizer.clock == 2
+        torch.testing.assert_close(head.bias.detach(), expected)
 
 
 SCRIPT = """

@@ -16,6 +16,8 @@ Rules:
       finite.
     - A step that all have agreed on is taken by torch's optimizer at each of them, whatever the
       servers say to one of them (a full table): so the parameters stay equal everywhere.
+    - The workers' half is taken together with the seals, without interruption: gradients that come
+      later, or zeroing them, never change it.
     - Workers with other hyperparameters would part: all of them skip the step, and say so.
 """
 
@@ -334,8 +336,16 @@ class HybridOptimizer(torch.optim.Optimizer):
             self._reduction.wait(self._peers)
             with uninterrupted():
                 self._decide(opened)
-        if self.servers.trained_model.is_repeated:  # sealed by a call that was interrupted then
-            self._take()
+        if opened.is_taken:
+            self.servers.trained_model.end_step()
+        else:
+            self._end_servers_half(opened)
+        if opened.refusal is not None:
+            self._open = None
+            raise opened.refusal
+
+    def _end_servers_half(self, opened: _OpenStep) -> None:
+        """Seal the step, take the workers' half with it, and wait for the servers."""
         try:
             self.servers.step_scaled(opened.scale, self._take)
         except WaitExpired:
@@ -343,8 +353,6 @@ class HybridOptimizer(torch.optim.Optimizer):
         except Exception:
             self._take()  # whatever the servers say: the others take it
             raise
-        if opened.refusal is not None:
-            raise opened.refusal
 
     def _decide(self, opened: _OpenStep) -> None:
         """Take the workers' mean, and skip the step if one of them must."""
@@ -378,11 +386,15 @@ class HybridOptimizer(torch.optim.Optimizer):
             self.gradient_norm = float(whole(norm))
 
     def _take(self) -> None:
-        """Take the workers' half of the open step, once."""
+        """Take the workers' half of the open step, once. A step that was refused stays open until
+        the script has been told.
+        """
         opened = self._open
-        if opened is not None:
+        if opened is not None and not opened.is_taken:
             with uninterrupted():
-                self._open = None
+                opened.is_taken = True
+                if opened.refusal is None:
+                    self._open = None
                 if not opened.scale.skip:
                     self._local.step()
 
@@ -460,11 +472,14 @@ class HybridOptimizer(torch.optim.Optimizer):
 
 @dataclass(slots=True)
 class _OpenStep:
-    """A step that the workers reduce; `is_decided`: `scale` is what all of them have agreed on."""
+    """A step that the workers reduce; `is_decided`: `scale` is what all of them have agreed on;
+    `is_taken`: it is sealed, and the workers' half has been taken or skipped.
+    """
 
     scale: StepScale
     problem: str
     is_decided: bool = False
+    is_taken: bool = False
     refusal: InvalidConfig | None = None
 
 
