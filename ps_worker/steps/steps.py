@@ -35,7 +35,7 @@ from ps_core.tables.table_spec import TableSpec
 from ps_worker.compression.push_encoder import PushEncoder
 from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs
 from ps_worker.spec.rows import RowBatch, cut_ids, payloads_of, rows_of
-from ps_worker.spec.values import Array, BlockValues, merged, region_of, tensor_named
+from ps_worker.spec.values import Array, BlockValues, Raw, merged, region_of, tensor_named
 from ps_worker.steps.inner_steps import InnerSteps
 from ps_worker.window.push_window import StepTerms
 
@@ -388,6 +388,8 @@ class TableSteps:
             steps together with this one: a later table skips as many.
         residuals: what the encoder has left; None: it leaves nothing.
         peer_versions: of each block, the peer version that the last pull has seen.
+        initial_values: the bytes of the values that an optimizer has given the table, until it is
+            made: it may be made again, if that was interrupted.
     """
 
     def __init__(
@@ -411,6 +413,7 @@ class TableSteps:
         self._lock = threading.Lock()
         self.clock = self._newest_clock = table.restored_clock or 0
         self.peer_versions: dict[int, int] = {}
+        self.initial_values: Raw | None = None
         self._open: TableStep | None = None
         self._assign: TableStep | None = None
         self._tickets: list[PushTicket] = []

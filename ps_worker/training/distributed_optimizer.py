@@ -181,7 +181,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         InvalidConfig: a setting is wrong, or the name is in use; or this worker joins others that
-            train, with `aggregate_within`.
+            train, with `aggregate_within`; or a call that was cut short has given other values.
         TableExists: another worker trains another model under this name.
         WaitExpired: rank 0 or servers are missing.
     """
@@ -236,6 +236,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             super().__init__(groups, optimizer.defaults())
         with self._taken_name():
             self._start()
+        for handle, _ in self._model.awake_handles():
+            handle.steps.initial_values = None
         self._hook_trainable()
         for rows in self._rows:
             rows.on_gradient = partial(_row_gradient_came, weakref.ref(self))
@@ -428,6 +430,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()  # a group without tables would never train
             raise
         self._tables.extend(tables)
+        for table in tables:
+            table.handle.steps.initial_values = None
         self._own_state.group_added()
         self._inner_steps_state.take(tables)
         self._hook_trainable()
@@ -675,6 +679,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self, tables: Sequence[TrainedTable | BufferTable], rows: Sequence[TrainedRows] = ()
     ) -> None:
         for table in tables:
+            table.check_as_given()
             table.handle.inner_steps = self._model.inner_steps
         joins = any(self._client.engine.joins(t.handle.table.table_id) for t in tables)
         if self._client.is_late_joiner and isinstance(self._optimizer, Aggregate):
@@ -685,8 +690,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         restored = [t for t in tables if t.handle.table.restored_clock is not None]
         gives = self._client.rank == 0 and not joins
         # One that an interrupted call has given is pulled.
-        new = [t for t in tables if t not in restored and not t.handle.steps.has_assigned]
-        given = new if gives else []
+        given = [t for t in tables if gives and not (t in restored or t.handle.steps.has_assigned)]
         # Restored sums are not parameters, which the worker's own state has; imported values are.
         is_own = self._model.aggregates and self._client.checkpoints.imported is None
         own = [t for t in restored if is_own and isinstance(t, TrainedTable)]
@@ -705,10 +709,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if table.handle.codecs.pull is not None:  # the others have rounded values
                     table.begin_pull()
                     table.finish()
-        for table in tables:
-            is_as_given = table in given and table.handle.codecs.pull is None
-            if not is_as_given and table not in own and isinstance(table, TrainedTable):
-                table.write_parameters()
+        with uninterrupted():
+            for table in tables:
+                is_as_given = table in given and table.handle.codecs.pull is None
+                if not is_as_given and table not in own and isinstance(table, TrainedTable):
+                    table.begin_as_pulled()
         if joins:
             self._model.joined()
 

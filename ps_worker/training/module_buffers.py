@@ -26,7 +26,7 @@ from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.held_values import HeldValues
 from ps_worker.training.tables.device_copies import Arrival, from_host, has_streams, to_host
 from ps_worker.training.tables.inspection import Answers, true_numbers
-from ps_worker.training.tables.staging import FlatBuffer, blocks_in
+from ps_worker.training.tables.staging import FlatBuffer, blocks_in, check_as_given
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client
@@ -113,7 +113,15 @@ class BufferTable:
 
     def begin_assign(self) -> None:
         """Give the servers rank 0's buffers."""
-        self._pending.add(self._push(self._client.tables.begin_assign(self.handle)).seal())
+        step = self._push(self._client.tables.begin_assign(self.handle))
+        self.handle.steps.initial_values = self._sent.raw
+        self._pending.add(step.seal())
+
+    def check_as_given(self) -> None:
+        """Refuse other buffers than those that an interrupted call has given the table."""
+        if self.handle.steps.initial_values is not None:
+            self._stage()
+            check_as_given(self.handle, self._layout, self._sent)
 
     def push(self) -> None:
         """Push the present buffers, if this worker publishes them."""
@@ -176,6 +184,11 @@ class BufferTable:
                 write_values(target, values)
 
     def _push(self, step: TableStep) -> TableStep:
+        self._stage()
+        step.push_blocks(blocks_in(self.handle.table, self._sent.values))
+        return step
+
+    def _stage(self) -> None:
         current = list(self._current(self._sent))
         for name, source, staged in current:
             check_shape(name, source, staged)
@@ -189,8 +202,6 @@ class BufferTable:
         else:
             for source, (_, _, staged) in zip(sources, current, strict=True):
                 staged.copy_(source)
-        step.push_blocks(blocks_in(self.handle.table, self._sent.values))
-        return step
 
     def _current(self, flat: FlatBuffer) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Each buffer as the module has it now, because modules may replace the tensor."""

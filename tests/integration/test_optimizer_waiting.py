@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
@@ -86,7 +87,6 @@ def test_an_optimizer_is_made_after_a_wait_for_its_initial_values_expired() -> N
         finally:
             os.kill(pid, signal.SIGCONT)
         model = Counted(int)
-        nn.init.zeros_(model.weight)  # the servers have the first ones
         takes_a_step(ended(lambda: ps.DistributedOptimizer(client, model, ps.SGD(lr=1.0))), model)
 
 
@@ -99,6 +99,41 @@ def test_an_optimizer_is_made_after_one_of_its_initial_values_was_refused(
         ps.DistributedOptimizer(client, model, ps.SGD(lr=1.0), name="refused")
     model.seen.fill_(5)
     takes_a_step(ps.DistributedOptimizer(client, model, ps.SGD(lr=1.0), name="refused"), model)
+
+
+def test_an_optimizer_that_is_made_again_with_other_values_is_refused(client: ps.Client) -> None:
+    """Ctrl-C comes when the servers have been given the parameters, which they then round."""
+    left = 1
+
+    def interrupt() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            signal.raise_signal(signal.SIGINT)
+
+    model = Counted(interrupt)
+    nn.init.constant_(model.weight, 1.001)
+
+    def make() -> ps.DistributedOptimizer:
+        options: dict[str, Any] = {"name": "made again", "pull_codec": "bf16"}
+        return ps.DistributedOptimizer(client, model, ps.SGD(lr=1.0), **options)
+
+    with pytest.raises(KeyboardInterrupt):
+        make()
+    assert not left
+    for changes in ("weight", "seen"):
+        before = copy.deepcopy(model.state_dict())
+        model.state_dict()[changes].fill_(2)
+        changed = copy.deepcopy(model.state_dict())
+        with pytest.raises(ps.InvalidConfig, match=f"'{changes}' has other values .* same seed"):
+            make()
+        assert differing(changed, model.state_dict()) == []
+        model.load_state_dict(before)
+    optimizer = make()
+    assert model.weight.eq(1.0).all()
+    model.weight.sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), torch.full((3,), 0.001), rtol=0.01, atol=0.0)
 
 
 def ended(end: Callable[[], T]) -> T:

@@ -29,11 +29,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from ps_core.errors import InvalidTensor
+from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.tables.elements import pack_presence
 from ps_core.tables.table import Table
 from ps_worker.spec.flat_layout import TORCH_DTYPE, FlatLayout, PlacedTensor
@@ -60,6 +60,9 @@ from ps_worker.training.tables.inspection import (
     true_numbers,
 )
 from ps_worker.transport.lane import empty_shared
+
+if TYPE_CHECKING:
+    from ps_worker.steps.steps import TableHandle
 
 CopyToHost: TypeAlias = Callable[[Moves], Arrival | None]
 """Copies as `to_host` does."""
@@ -136,6 +139,25 @@ def blocks_in(table: Table, values: torch.Tensor) -> Iterator[BlockValues]:
     raw = values.view(torch.uint8).numpy().data
     for block in range(table.block_count):
         yield BlockValues(block, raw[block * size : (block + 1) * size])
+
+
+def check_as_given(handle: TableHandle, layout: FlatLayout, now: FlatBuffer) -> None:
+    """Refuse other values than an earlier call, which was interrupted, has given the table: those
+    are what every worker begins with.
+    """
+    given = handle.steps.initial_values
+    if given is None or not handle.steps.has_assigned:
+        return
+    before = layout.views(torch.from_numpy(given).view(now.values.dtype))
+    for entry, earlier, present in zip(layout.placed, before, now.views, strict=True):
+        if not same_bits(earlier, present):
+            raise InvalidConfig(
+                f"'{entry.name}' has other values than an earlier call, which was interrupted, has "
+                f"given to table '{handle.name}': training would begin with those, and the present "
+                "ones would be lost. Nothing was changed. Call it with the earlier values (the "
+                "same seed, or the same state dict), and load others once it has returned; or give "
+                "another name= at every worker"
+            )
 
 
 def check_dense(entry: PlacedTensor, gradient: torch.Tensor) -> None:

@@ -36,7 +36,12 @@ from ps_worker.training.tables.edits import WrittenValues
 from ps_worker.training.tables.inspection import is_finite, non_finite, true_numbers
 from ps_worker.training.tables.landings import LANDINGS
 from ps_worker.training.tables.local_moves import LocalMoves
-from ps_worker.training.tables.staging import FlatBuffer, GradientStaging, blocks_in
+from ps_worker.training.tables.staging import (
+    FlatBuffer,
+    GradientStaging,
+    blocks_in,
+    check_as_given,
+)
 from ps_worker.training.tables.step_scale import StepScale
 
 if TYPE_CHECKING:
@@ -156,14 +161,32 @@ class TrainedTable:
 
     def begin_assign(self) -> None:
         """Give the servers the parameters of rank 0; `finish` waits."""
-        for entry, view in zip(self.layout.placed, self._received.views, strict=True):
-            view.copy_(entry.tensor.detach())
+        self._take_parameters()
+        is_rounded = self.handle.codecs.pull is not None  # by the pull that overwrites them
+        raw = self._received.raw
+        self.handle.steps.initial_values = raw.copy() if is_rounded else raw
         step = self._client.tables.begin_assign(self.handle)
         step.push_blocks(blocks_in(self.handle.table, self._received.values))
         self.pending.add(step.seal())
         self._written.wrote_all()
         for block in range(self.handle.table.block_count):  # as if it had pulled them
             self.handle.steps.peer_versions[block] = 0
+
+    def check_as_given(self) -> None:
+        """Refuse other parameters than those that an interrupted call has given the table."""
+        if self.handle.steps.initial_values is not None:
+            self._take_parameters()
+            check_as_given(self.handle, self.layout, self._received)
+
+    def _take_parameters(self) -> None:
+        for entry, view in zip(self.layout.placed, self._received.views, strict=True):
+            view.copy_(entry.tensor.detach())
+
+    def begin_as_pulled(self) -> None:
+        """Write the pulled values into the parameters, which begin with them."""
+        self.write_parameters()
+        if self.handle.steps.initial_values is not None:
+            self.handle.steps.initial_values = self._received.raw
 
     # --- while backward runs
 
