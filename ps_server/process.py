@@ -317,7 +317,7 @@ class _Membership:
         replicas = node.replicate(ReplicationSetting(link.lease_s, link.min_in_sync), update_log)
         self._stack.push_async_callback(replicas.close)
         if recovered is not None:
-            replicas.recover(recovered.replicas)
+            replicas.recover(recovered.replicas, recovered.withheld)
 
     def _watch(self, metrics: ServerMetrics, node_metrics: NodeMetrics) -> None:
         """Let heartbeats and scrapes ask the node."""

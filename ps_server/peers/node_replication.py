@@ -115,11 +115,15 @@ class ReplicatedRanges:
         self._cut: tuple[LogRecord, Sequence[Pieces]] | None = None
         self._missing: tuple[RangeId, ...] = ()
 
-    def recover(self, replicas: Mapping[RangeId, Replica]) -> None:
-        """Take the ranges that were recovered from the update log; before the first view."""
+    def recover(
+        self, replicas: Mapping[RangeId, Replica], withheld: Iterable[RangeId] = ()
+    ) -> None:
+        """Take the ranges that were recovered from the update log, and the names of those that were
+        not claimed from it; before the first view.
+        """
         named = {table_id for table_id, _ in self._shards.stores}
         self.replication.recover(replicas.values(), named)
-        self.logged.recover(replicas)
+        self.logged.recover(replicas, withheld)
 
     # --- views
 

@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 
-from ps_core.cluster_view import BackupRequest, ClusterView, RangeAssignment
+from ps_core.cluster_view import BackupRequest, ClusterView, NodeState, RangeAssignment
 from ps_core.errors import InvariantViolation, NotOwner, TableNotFound
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
 from ps_core.work import Work, at_once
@@ -212,6 +212,22 @@ class Replication:
             self._had.discard(range_id)  # not in this cluster: it may be placed here, empty
             del self.replicas[range_id]
         return refused
+
+    def stands_elsewhere(self, range_id: RangeId) -> bool:
+        """True if the newest view shows that a range stands elsewhere than in this server's update
+        log, from which it was not claimed. The scheduler gives it to no server with the log then.
+
+        No former writer of the log counts as alive once this server is registered, so a living
+        primary is one that took the range over. It serves if it has been given a configuration
+        since. If this server is primary, it has joined the range since, from one that had it.
+        """
+        view, assignment = self._view, self._assignment(range_id)
+        if view is None or assignment is None or assignment.is_lost:
+            return False
+        if assignment.primary == self._node_id:
+            return True
+        living = {node.node_id for node in view.nodes if node.state is NodeState.ALIVE}
+        return assignment.primary in living and assignment.assignment_epoch > assignment.term
 
     def _be_primary(self, assignment: RangeAssignment, now_s: float) -> None:
         range_id, assignment_epoch = assignment.range_id, assignment.assignment_epoch

@@ -2,7 +2,7 @@
 
     DIR/lock        held with flock by the server that writes, for as long as it lives
     DIR/log_id      32 hexadecimal digits
-    DIR/00000001.log, ...       segments, by number
+    DIR/00000001.log, ...       segments, by number; old ones may be of a log of another id
     DIR/00000001.damaged, ...   segments of a damaged log
 
 Invariants:
@@ -32,7 +32,9 @@ _PIECE_BYTES = 8 * 1024 * 1024
 
 
 class LogDirectory:
-    """A directory whose lock this process holds. `log_id` has 16 bytes."""
+    """A directory whose lock this process holds. `log_id` has 16 bytes; `is_new` if it was drawn
+    since this process has the lock.
+    """
 
     def __init__(self, path: Path, disk: Disk = DISK) -> None:
         """Take the lock of the directory, which is made if it is missing.
@@ -49,7 +51,10 @@ class LogDirectory:
             with ExitStack() as cleanup:
                 cleanup.callback(self.close)
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self.log_id = self._known_id() or self._drawn_id()
+                self.log_id = self._known_id()
+                self.is_new = not self.log_id
+                if self.is_new:
+                    self.renew()
                 cleanup.pop_all()
         except BlockingIOError:
             raise Recovering(
@@ -71,7 +76,10 @@ class LogDirectory:
             raise InvalidUpdateLog(f"{name}: expected {2 * _ID_BYTES} hexadecimal digits")
         return found
 
-    def _drawn_id(self) -> bytes:
+    def renew(self) -> None:
+        """Draw another id: what is written from now on is another log. The scheduler gives it
+        nothing that was the former one's.
+        """
         name, drawn = self.path / _LOG_ID, secrets.token_bytes(_ID_BYTES)
         beside = name.with_suffix(".tmp")
         with self._synced(self.disk.create(beside)) as descriptor:
@@ -79,7 +87,7 @@ class LogDirectory:
         self.disk.rename(beside, name)
         for directory in (self.path, self.path.parent):  # which may be new
             self.disk.sync_directory(directory)
-        return drawn
+        self.log_id, self.is_new = drawn, True
 
     def set_aside(self) -> None:
         """Rename a damaged log's segments, so that another log begins here. Segments that were set
@@ -88,7 +96,7 @@ class LogDirectory:
         The new id is written first: the scheduler must not give ranges back to this log.
         """
         try:
-            self.log_id = self._drawn_id()
+            self.renew()
             for old in self.path.glob(f"*{_SET_ASIDE}"):
                 self.disk.remove(old)
             for segment in segments_in(self.path).values():

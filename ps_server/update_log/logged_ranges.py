@@ -4,12 +4,14 @@
     range taken over   --> SNAPSHOT, records        nothing of it is seen before the log has that
     log taken over     --> TAKEN_OVER, records
     range lost         --> END
+    range withheld     --> END, once it stands elsewhere
 
 Rules:
     - A snapshot is taken between two events, like the copy for a backup that joins.
 
 Invariants:
-    LOG-2  A range that is not given back to a server is ended in its log, and not gone on with.
+    LOG-2  A range that is not given back to a server is ended in its log, and not gone on with. One
+           that was not asked for is ended only when a view shows who has it.
     LOG-4  A range's BEGIN, TAKEN_OVER or SNAPSHOT is in the log before its records.
 """
 
@@ -63,17 +65,23 @@ class LoggedRanges:
         self._replication = replication
         self._output = output
         self._recovered: set[RangeId] = set()
+        self._withheld: set[RangeId] = set()
         self._terms: dict[RangeId, AssignmentEpoch] = {}  # of the ranges that are in the log
 
-    def recover(self, range_ids: Iterable[RangeId]) -> None:
-        self._recovered = set(range_ids)
+    def recover(self, range_ids: Iterable[RangeId], withheld: Iterable[RangeId] = ()) -> None:
+        """The log has these ranges; nobody was asked for the `withheld` ones."""
+        self._recovered, self._withheld = set(range_ids), set(withheld)
 
     def observe(self, lost: Iterable[RangeId]) -> None:
+        """A newer view was observed, by which these ranges are lost here."""
         for range_id in lost:
             was_here = self._terms.pop(range_id, None) is not None
             if was_here or range_id in self._recovered:
                 self._recovered.discard(range_id)
                 self._writer.end(range_id)
+        for range_id in sorted(filter(self._replication.stands_elsewhere, self._withheld)):
+            self._withheld.discard(range_id)
+            self._writer.end(range_id)
 
     def looking(self) -> Work[None]:
         """Begin the ranges that are served now, and take the snapshots that the log needs. To be

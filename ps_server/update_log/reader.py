@@ -40,6 +40,8 @@ from pushpull.v1 import update_log_pb2
 
 FORMAT_VERSION = 1
 
+_WITHOUT_RANGES = FrameKind.HEADER, FrameKind.TABLE, FrameKind.END
+
 _RANGES = 2**16
 """More ranges than any cluster has, for a segment without a header."""
 
@@ -73,7 +75,7 @@ class Segment:
     end: int = 0
     last_group: int = 0
     is_torn: bool = False  # bytes lie behind its end
-    has_ranges: bool = False  # a frame of some range is in it
+    has_ranges: bool = False  # it has something of a range, and not only its end
 
 
 @dataclass(slots=True)
@@ -159,7 +161,7 @@ def _look_through(segment: Segment, starts: dict[RangeId, RangeStart], *, is_new
     try:
         for offset, head in _heads(segment.mapped):
             here, range_id = RangeStart(segment.number, offset), RangeId(head.range_id)
-            segment.has_ranges |= head.kind not in (FrameKind.HEADER, FrameKind.TABLE)
+            segment.has_ranges |= head.kind not in _WITHOUT_RANGES
             if head.kind is FrameKind.SNAPSHOT:
                 snapshot = snapshot or here
                 if head.is_last:

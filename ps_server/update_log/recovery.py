@@ -4,9 +4,15 @@
 
 Rules:
     - A server claims ranges of the newest timeline only, and only from a log that outlived whatever
-      befell its writer: a log that is not synced claims nothing after a boot of the machine.
+      befell its writer.
+    - A claim says too that nobody has seen anything of the ranges that it does not name. So a log
+      claims all of its ranges or none, and one that may have lost frames claims none, ever: its
+      server writes another log, under another id. A log that is not synced may have lost frames
+      when the machine is started again; one that has no segment may have lost all.
     - Recovered values of another timeline than the cluster's are dropped.
     - A damaged log claims nothing; it is set aside, and another begins.
+    - Ranges that are not claimed are withheld. Their segments stay beside the bound until each of
+      them has ended (`logged_ranges`, LOG-2).
 """
 
 from __future__ import annotations
@@ -35,12 +41,13 @@ class RecoveredLog:
     """An open log with the ranges that were recovered from it.
 
     Attributes:
-        timeline: of the recovered ranges; empty if there are none.
+        timeline: of the recovered and withheld ranges; empty if there are none.
         replicas: the recovered ranges, whose values are in the server's stores.
         segments: the segment in which each of these begins.
         sizes: bytes of each segment, by number.
-        is_kept: there are ranges that this server may not go on with. Their segments stay: without
-            them, the next start would take what they have for what nobody has seen.
+        is_claimed: False if the log claims nothing.
+        withheld: ranges that the directory has, and this server may not go on with.
+        kept_to: the newest segment of these ranges; 0 if there are none.
     """
 
     directory: LogDirectory
@@ -50,20 +57,25 @@ class RecoveredLog:
     sizes: dict[int, int]
     kernel_fingerprint: str
     boot_id: str
-    is_kept: bool = False
+    is_claimed: bool = False
+    withheld: frozenset[RangeId] = frozenset()
+    kept_to: int = 0
 
     def claim(self) -> scheduler_pb2.UpdateLogClaim:
+        timeline = self.timeline if self.is_claimed else b""
         return scheduler_pb2.UpdateLogClaim(
-            log_id=self.directory.log_id, timeline=self.timeline, range_ids=sorted(self.replicas)
+            log_id=self.directory.log_id, timeline=timeline, range_ids=sorted(self.replicas)
         )
 
     def of(self, session: Session, shards: Shards) -> RecoveredLog:
-        """The ranges that count in the session's timeline; values of others leave the stores."""
+        """The ranges that count in the session's timeline; values of others leave the stores.
+        Segments of withheld ranges of another timeline stay for as long as this server lives.
+        """
         if self.timeline == session.timeline:
             return self
         for range_id in self.replicas:
             shards.remove(range_id)
-        return replace(self, replicas={}, segments={})
+        return replace(self, replicas={}, segments={}, withheld=frozenset())
 
     def begin(self, session: Session, range_count: int, setting: LogSetting) -> UpdateLog:
         """Write on, as the server that has registered."""
@@ -79,8 +91,9 @@ class RecoveredLog:
             boot_id=self.boot_id,
             is_synced=setting.is_synced,
         )
-        kept = self.sizes.keys() if self.is_kept else ()
-        segments = LogSegments(setting.bound_bytes, self.sizes, self.segments, kept)
+        segments = LogSegments(
+            setting.bound_bytes, self.sizes, self.segments, self.withheld, self.kept_to
+        )
         return UpdateLog(self.directory, header, setting, segments)
 
 
@@ -143,11 +156,13 @@ def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> R
         for number in paths.keys() - contents.segments.keys():
             directory.disk.remove(directory.segment(number))
             del sizes[number]
+        claim = claimable(contents, directory.log_id, boot, kernel_fingerprint)
+        if not (claim.is_whole or directory.is_new):
+            directory.renew()
         newest = contents.newest
         if newest is None:
             return nothing
-        starts = claimable(contents, boot, kernel_fingerprint)
-        replicas = replayed(replace(contents, starts=starts or {}), shards)
+        replicas = replayed(replace(contents, starts=claim.starts), shards)
         if newest.header.is_synced:
             directory.make_durable(newest.number, newest.mapped[: newest.end], newest.last_group)
         elif newest.is_torn:
@@ -158,14 +173,23 @@ def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> R
             shards.remove(range_id)
         directory.set_aside()
         return replace(nothing, sizes={})
-    if starts is None:
+    if claim.withheld:
         logs.warning(
             "update_log_not_claimed",
+            ranges=len(claim.withheld),
             reason="it is of another boot and was not synced, or other kernels wrote it",
-            remedy="its segments stay; start with the torch and the processor that wrote it, or "
-            "restore a checkpoint and remove them",
+            remedy="its segments stay until other servers are seen to have its ranges; start with "
+            "the torch and the processor that wrote it, or restore a checkpoint and remove them",
         )
-        return replace(nothing, is_kept=True)
+    found = replace(
+        nothing,
+        timeline=newest.header.timeline,
+        is_claimed=claim.is_claimed,
+        withheld=frozenset(claim.withheld),
+        kept_to=claim.kept_to,
+    )
+    if not claim.is_claimed:
+        return found
     logs.info(
         "update_log_read",
         path=str(directory.path),
@@ -173,33 +197,55 @@ def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> R
         records=sum(replica.number for replica in replicas.values()),
         took_s=round(clock.now_s() - begin_s, 3),
     )
-    segments = {range_id: start.segment for range_id, start in starts.items()}
-    timeline = newest.header.timeline
-    return replace(nothing, timeline=timeline, replicas=replicas, segments=segments)
+    segments = {range_id: start.segment for range_id, start in claim.starts.items()}
+    return replace(found, replicas=replicas, segments=segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Claimable:
+    """Ranges of a directory's newest timeline, by whether its server may go on with them.
+
+    Attributes:
+        starts: the ranges that it may go on with, and where each begins.
+        withheld: the ranges that it may not go on with.
+        kept_to: the newest segment that has something of a withheld range; 0 if there is none.
+        is_claimed: False if the log claims nothing, not even that the rest was never seen.
+        is_whole: False if frames of the log may be lost.
+    """
+
+    starts: dict[RangeId, RangeStart]
+    withheld: frozenset[RangeId] = frozenset()
+    kept_to: int = 0
+    is_claimed: bool = True
+    is_whole: bool = True
 
 
 def claimable(
-    contents: LogContents, boot: str, kernel_fingerprint: str
-) -> dict[RangeId, RangeStart] | None:
-    """Ranges that this server may go on with, and where each begins. None if it may not go on with
-    all ranges of the newest timeline.
-    """
-    newest = contents.newest
-    if newest is None:
-        return {}
-    headers = {number: segment.header for number, segment in contents.segments.items()}
+    contents: LogContents, log_id: bytes, boot: str, kernel_fingerprint: str
+) -> Claimable:
+    """Tell the ranges that a server may go on with, in the log `log_id`, from all others."""
+    segments, newest = contents.segments, contents.newest
+    headers = {number: segment.header for number, segment in segments.items()}
+    own = {number for number, header in headers.items() if header.log_id == log_id}
     present = {
         range_id: start
         for range_id, start in contents.starts.items()
-        if headers[start.segment].timeline == newest.header.timeline
+        if newest is not None and headers[start.segment].timeline == newest.header.timeline
     }
-    broken = [
+    starts = {range_id: start for range_id, start in present.items() if start.segment in own}
+    # A segment without frames of ranges may have lost them.
+    is_whole = bool(own) and all(
+        headers[number].is_synced or headers[number].boot_id == boot for number in own
+    )
+    by_others = [
         number
-        for number, header in headers.items()
-        if not (header.is_synced or header.boot_id == boot)  # without frames: they may be lost
-        or (
-            contents.segments[number].has_ranges and header.kernel_fingerprint != kernel_fingerprint
-        )
+        for number in own
+        if segments[number].has_ranges and headers[number].kernel_fingerprint != kernel_fingerprint
     ]
-    first = max(broken, default=0)  # ranges must begin in the segments after it
-    return present if all(start.segment > first for start in present.values()) else None
+    first = max(by_others, default=0)  # ranges must begin in the segments after it
+    is_claimed = is_whole and all(start.segment > first for start in starts.values())
+    if not is_claimed:
+        starts, own = {}, set()
+    withheld = frozenset(present.keys() - starts.keys())
+    holding = [n for n in segments.keys() - own if withheld and segments[n].has_ranges]
+    return Claimable(starts, withheld, max(holding, default=0), is_claimed, is_whole)

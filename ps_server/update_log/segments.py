@@ -7,16 +7,19 @@ Rules:
       model would begin segments without end. The oldest segments go when the log is above its bound
       and every range begins in a later one.
     - A range that begins in an older segment lags, until a snapshot of it is on its way.
+    - Segments with ranges that the server may not go on with are kept, beside the bound. When each
+      of these ranges has ended, or begins anew in a later segment, they are segments like others.
     - Frames are written in the order in which they are appended, so a count says which are written.
 
 Invariants:
     SEG-1  A segment in which a whole range begins is not let go, nor is any later one.
+    SEG-2  A kept segment is not let go while one of the withheld ranges has not ended.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 
 from ps_core.keys import RangeId
 from ps_server.update_log.format import FrameKind
@@ -30,7 +33,9 @@ class LogSegments:
     Args:
         sizes: bytes of each segment, by number.
         starts: the ranges that the segments have all of, and the segment in which each begins.
-        kept: segments that stay whatever they have, beside the bound.
+        withheld: ranges that the server may not go on with.
+        kept_to: the newest segment that has something of them. All up to it are kept, if there are
+            none for as long as the server lives.
     """
 
     def __init__(
@@ -38,11 +43,13 @@ class LogSegments:
         bound_bytes: int,
         sizes: Mapping[int, int],
         starts: Mapping[RangeId, int],
-        kept: Collection[int] = (),
+        withheld: Iterable[RangeId] = (),
+        kept_to: int = 0,
     ) -> None:
         self._bound_bytes = bound_bytes
-        self._newest_kept = max(kept, default=0)
-        self._sizes = {number: size for number, size in sizes.items() if number not in kept}
+        self._withheld = set(withheld)
+        self._kept = {number: size for number, size in sizes.items() if number <= kept_to}
+        self._sizes = {number: size for number, size in sizes.items() if number > kept_to}
         self._starts = dict(starts)
         # Beginnings that are not written yet: range, segment; None if the range has ended since.
         self._on_its_way: deque[tuple[RangeId, int] | None] = deque()
@@ -51,7 +58,7 @@ class LogSegments:
     @property
     def newest(self) -> int:
         """The segment that is written to; 0 before the first."""
-        return max(self._sizes, default=self._newest_kept)
+        return max(self._sizes or self._kept, default=0)
 
     @property
     def byte_count(self) -> int:
@@ -86,6 +93,7 @@ class LogSegments:
             still = [None if each and each[0] == range_id else each for each in self._on_its_way]
             self._on_its_way = deque(still)
             self._starts.pop(range_id, None)
+            self._unkeep(range_id)
 
     def wrote(self, begin_count: int) -> None:
         """The first `begin_count` beginnings that waited, `SNAPSHOT` or `BEGIN`, are written."""
@@ -93,6 +101,14 @@ class LogSegments:
             written = self._on_its_way.popleft()
             if written is not None:
                 self._starts[written[0]] = written[1]
+                self._unkeep(written[0])
+
+    def _unkeep(self, range_id: RangeId) -> None:
+        """Keep no segment for the sake of this range any more (SEG-2)."""
+        if self._withheld == {range_id}:
+            self._sizes = {**self._kept, **self._sizes}
+            self._kept = {}
+        self._withheld.discard(range_id)
 
     def is_full(self, state_bytes: int) -> bool:
         """True if another segment should begin; all snapshots have about `state_bytes`."""

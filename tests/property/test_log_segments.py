@@ -15,6 +15,7 @@ from ps_server.update_log.segments import LogSegments
 BOUND_BYTES = 40
 STATE_BYTES = 12
 RANGES = 3
+BEGINNINGS = FrameKind.BEGIN, FrameKind.SNAPSHOT
 
 Step = tuple[str, FrameKind, int, int]
 STEPS = st.tuples(
@@ -27,12 +28,25 @@ STEPS = st.tuples(
 
 @dataclass
 class Twin:
-    """All frames that were ever appended: segment, kind, range, bytes; how many are written."""
+    """All frames that were ever appended: segment, kind, range, bytes; how many are written. And
+    segments of before, which are kept for the sake of withheld ranges.
+    """
 
     frames: list[tuple[int, FrameKind, int, int]] = field(default_factory=list)
     begun: list[int] = field(default_factory=list)
     gone: set[int] = field(default_factory=set)
     written: int = 0
+    kept: dict[int, int] = field(default_factory=dict)
+    withheld: set[int] = field(default_factory=set)
+
+    def keeps(self) -> bool:
+        """Whether some withheld range has neither ended nor begun anew (SEG-2)."""
+        settled = {
+            range_id
+            for index, (_, kind, range_id, _) in enumerate(self.frames)
+            if kind is FrameKind.END or (kind in BEGINNINGS and index < self.written)
+        }
+        return not self.withheld or not self.withheld <= settled
 
     def starts(self) -> dict[int, int]:
         """Where each range begins that has not ended, by what is written."""
@@ -40,7 +54,7 @@ class Twin:
         for index, (segment, kind, range_id, _) in enumerate(self.frames):
             if kind is FrameKind.END:
                 found.pop(range_id, None)
-            elif kind in (FrameKind.BEGIN, FrameKind.SNAPSHOT) and index < self.written:
+            elif kind in BEGINNINGS and index < self.written:
                 found[range_id] = segment
         return found
 
@@ -50,13 +64,13 @@ class Twin:
         for _, kind, range_id, _ in self.frames[self.written :]:
             if kind is FrameKind.END:
                 found.discard(range_id)
-            elif kind in (FrameKind.BEGIN, FrameKind.SNAPSHOT):
+            elif kind in BEGINNINGS:
                 found.add(range_id)
         return found
 
     def sizes(self) -> Counter[int]:
-        """Of the segments that are there."""
-        found = Counter(dict.fromkeys(self.begun, 1))
+        """Of the segments that are there, and count."""
+        found = Counter(dict.fromkeys(self.begun, 1) | ({} if self.keeps() else self.kept))
         for segment, _, _, byte_count in self.frames:
             found[segment] += byte_count
         return Counter({number: size for number, size in found.items() if number not in self.gone})
@@ -99,9 +113,17 @@ def test_a_base_that_is_written_after_its_range_ended_begins_nothing() -> None:
     assert segments.let_go() == []
 
 
-@given(st.lists(STEPS, max_size=60))
-def test_segments_are_what_all_frames_say(steps: list[Step]) -> None:
-    segments, twin = LogSegments(BOUND_BYTES, {}, {}), Twin()
+@given(
+    st.lists(st.integers(1, BOUND_BYTES), max_size=2),
+    st.sets(st.integers(0, RANGES - 1), max_size=2),
+    st.lists(STEPS, max_size=60),
+)
+def test_segments_are_what_all_frames_say(
+    before: list[int], withheld: set[int], steps: list[Step]
+) -> None:
+    kept = dict(enumerate(before, 1))
+    twin = Twin(kept=kept, withheld=withheld)
+    segments = LogSegments(BOUND_BYTES, kept, {}, map(RangeId, withheld), len(kept))
     twin.begun.append(segments.begin(1))
     for action, kind, number, byte_count in steps:
         if action == "append":
@@ -121,7 +143,7 @@ def _write(segments: LogSegments, twin: Twin, count: int) -> None:
     """Some frames more are written: the thread says how many ranges begin in them."""
     some = twin.frames[twin.written : twin.written + count]
     twin.written = min(twin.written + count, len(twin.frames))
-    segments.wrote(sum(kind in (FrameKind.BEGIN, FrameKind.SNAPSHOT) for _, kind, _, _ in some))
+    segments.wrote(sum(kind in BEGINNINGS for _, kind, _, _ in some))
 
 
 def _turn(segments: LogSegments, twin: Twin) -> None:
@@ -131,8 +153,9 @@ def _turn(segments: LogSegments, twin: Twin) -> None:
     assert is_full == (twin.update_bytes() >= STATE_BYTES and not waits)
     if is_full:
         twin.begun.append(segments.begin(1))
-    twin.gone |= set(segments.let_go())
+    before, gone = sorted(twin.sizes()), segments.let_go()
+    assert gone == before[: len(gone)]
+    twin.gone |= set(gone)
     kept = twin.sizes()
     assert not twin.gone & {*starts.values(), twin.begun[-1]}  # SEG-1
-    assert sorted(twin.gone) == list(range(1, len(twin.gone) + 1))
     assert kept.total() <= BOUND_BYTES or min(kept) == min([*starts.values(), twin.begun[-1]])

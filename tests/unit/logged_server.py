@@ -60,6 +60,7 @@ class Setting:
     bound_bytes: int = 1_000_000_000
     is_synced: bool = False
     disk: Disk = field(default_factory=lambda: DISK)
+    kernels: str = KERNELS
 
 
 class LoggedServer:
@@ -73,14 +74,14 @@ class LoggedServer:
         session = Session("c", TIMELINE, NodeId(number), Incarnation(100 + number), Role.SERVER)
         shards = Shards(SharedLanes(), {})
         self.recovered_log: RecoveredLog = read_log(
-            LogDirectory(path, setting.disk), shards, KERNELS
+            LogDirectory(path, setting.disk), shards, setting.kernels
         )
         metrics = ServerMetrics(CollectorRegistry())
         self.node = ParameterNode(session, b"k" * 16, 1, metrics, lambda: 5.0, shards)
         log_setting = LogSetting(setting.bound_bytes, setting.is_synced)
         self.log: UpdateLog = self.recovered_log.begin(session, RANGES, log_setting)
         replicas = self.node.replicate(ReplicationSetting(3.0), self.log)
-        replicas.recover(self.recovered_log.replicas)
+        replicas.recover(self.recovered_log.replicas, self.recovered_log.withheld)
         self._release = self.log.on_written
         self.log.on_written = self._written
         self._news = asyncio.Event()

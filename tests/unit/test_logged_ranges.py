@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from ps_core.cluster_view import ClusterView, RangeAssignment
+from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role
 from ps_core.errors import InvariantViolation
-from ps_core.keys import AssignmentEpoch, NodeId, RangeId, key_ranges
+from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, key_ranges
 from ps_core.work import Work, at_once
 from ps_server.ranges.server_machine import ServerMachine
 from ps_server.replication.backup import Replica
@@ -59,22 +59,29 @@ class Server:
         output = OutputCommit(machine, self.replication, NotImplemented, _unsent)
         self.logged = LoggedRanges(self.paper, self.replication, output)
         self.view_number = 0
+        self.nodes = {ME: NodeState.ALIVE, OTHER: NodeState.ALIVE}
 
     def see(
         self,
         *ranges: tuple[NodeId, AssignmentEpoch, tuple[NodeId, ...]],
         begins_anew: bool = False,
         looks: bool = True,
+        **fields: object,
     ) -> None:
-        """A newer view: primary, epoch and backups of each range."""
+        """A newer view: primary, epoch and backups of each range, and `fields` of all."""
         self.view_number += 1
         slots = key_ranges(len(ranges))
+        nodes = tuple(
+            Node(each, Incarnation(each), Role.SERVER, 0, f"s:{each}", state)
+            for each, state in self.nodes.items()
+        )
         view = ClusterView(
-            self.view_number, "c", 1, 2, (),
+            self.view_number, "c", 1, 2, nodes,
             tuple(
                 RangeAssignment(
                     RangeId(index), slots[index], epoch, primary, backups, (),
                     (primary, *backups) if epoch == PLACED_EPOCH or begins_anew else (),
+                    **fields,  # type: ignore[arg-type]
                 )
                 for index, (primary, epoch, backups) in enumerate(ranges)
             ),
@@ -165,6 +172,45 @@ def test_what_another_has_is_ended_and_not_joined_from_the_log() -> None:
     server.see((OTHER, epoch(3), (ME,)))
     assert not server.replication.replicas
     assert server.paper.lines == [("end", 0, 0)]
+
+
+def withholding() -> Server:
+    """One whose log has a range that it did not ask for."""
+    server = Server()
+    server.logged.recover([], [ZERO])
+    return server
+
+
+@pytest.mark.parametrize("state", [NodeState.LEFT, NodeState.SILENT])
+def test_what_only_the_log_may_have_is_not_ended(state: NodeState) -> None:
+    """LOG-2: the primary wrote this log before, or is silent, and nobody has taken the range over;
+    or it took the range over and has not been seen to serve; or it lacks it.
+    """
+    server = withholding()
+    server.nodes[OTHER] = state
+    server.see((OTHER, epoch(4), ()), term=epoch(3))
+    server.nodes = {ME: NodeState.ALIVE}
+    server.see((OTHER, epoch(4), ()), term=epoch(3))
+    server.nodes[OTHER] = NodeState.ALIVE
+    server.see((OTHER, epoch(4), ()), term=epoch(4))
+    server.see((OTHER, epoch(5), ()), term=epoch(4), is_lost=True)
+    assert server.paper.lines == []
+
+
+def test_what_a_living_primary_has_taken_over_is_ended_once() -> None:
+    """LOG-2: it has asked for a configuration since."""
+    server = withholding()
+    server.see((OTHER, epoch(4), ()), term=epoch(3))
+    server.see((OTHER, epoch(5), ()), term=epoch(3))
+    assert server.paper.lines == [("end", 0, 0)]
+
+
+def test_what_is_served_here_again_is_ended_before_it_begins() -> None:
+    """LOG-2, LOG-4: this server has joined the range meanwhile, and heard of nothing between."""
+    server = withholding()
+    server.replication.replicas[ZERO] = Replica(ZERO, epoch(4), LEASE_S, epoch(3), {}, 11)
+    server.see((ME, epoch(5), ()), term=epoch(5))
+    assert server.paper.lines == [("end", 0, 0), ("snapshot", 0, 11)]
 
 
 def test_what_nobody_has_seen_begins_anew() -> None:

@@ -18,14 +18,14 @@ from ps_server.stores import Shards
 from ps_server.update_log.directory import LogDirectory, boot_id, segments_in
 from ps_server.update_log.format import MAGIC
 from ps_server.update_log.recovery import RecoveredLog, open_log, read_log
-from tests.unit.written_logs import LEFT, Owner, SyncedLog, WrittenLog
+from tests.unit.written_logs import LEFT, RIGHT, Owner, SyncedLog, WrittenLog
 
 DEADLINE_S = 1.0
 
 
-def opened(path: Path) -> RecoveredLog:
+def opened(path: Path, kernels: str = "") -> RecoveredLog:
     """As a server that starts has it; it ends at once."""
-    recovered = asyncio.run(open_log(path, Shards(SharedLanes(), {}), "", DEADLINE_S))
+    recovered = asyncio.run(open_log(path, Shards(SharedLanes(), {}), kernels, DEADLINE_S))
     recovered.directory.close()
     return recovered
 
@@ -65,6 +65,81 @@ def test_what_is_of_another_timeline_is_of_no_cluster(tmp_path: Path) -> None:
     new = recovered.of(replace(session, timeline=b"n" * 16), shards)
     assert (new.replicas, new.segments, new.sizes) == ({}, {}, recovered.sizes)
     assert not shards.stores
+
+
+def opened_id(path: Path) -> bytes:
+    with LogDirectory(path) as directory:
+        return directory.log_id
+
+
+def claim_of(path: Path) -> tuple[bytes, bool, set[int]]:
+    """What a server that starts tells the scheduler: the log, whether it claims, and the ranges."""
+    claim = opened(path).claim()
+    return claim.log_id, bool(claim.timeline), set(claim.range_ids)
+
+
+def test_a_log_that_may_have_lost_frames_never_says_what_nobody_has_seen(tmp_path: Path) -> None:
+    """A power cut took all that was written of its ranges. The log that its server writes is
+    another: the scheduler begins no range anew that the former log was of.
+    """
+    log = WrittenLog(tmp_path, boot="another")
+    former = opened_id(tmp_path)
+    new, is_claimed, _ = claim_of(tmp_path)
+    assert (new != former, is_claimed) == (True, False)
+    log = WrittenLog(tmp_path, boot=boot_id(), after=1)
+    assert claim_of(tmp_path) == (new, True, set())
+    owner = Owner(LEFT)
+    log.begin(owner)
+    assert claim_of(tmp_path) == (new, True, {LEFT})
+
+
+def test_a_log_whose_segments_are_gone_is_another(tmp_path: Path) -> None:
+    """Whatever has removed them. It is another once: until it has a segment nobody has seen it."""
+    log = WrittenLog(tmp_path, boot=boot_id())
+    former = opened_id(tmp_path)
+    log.newest.unlink()
+    new, is_claimed, _ = claim_of(tmp_path)
+    assert (new != former, is_claimed) == (True, False)
+
+
+def test_ranges_of_a_former_log_are_withheld_until_they_have_ended(tmp_path: Path) -> None:
+    """The next log in the directory claims its own, whatever is left of the former."""
+    left, right = Owner(LEFT), Owner(RIGHT)
+    log = WrittenLog(tmp_path, boot="another")
+    log.begin(left)
+    log.record(left.update(1))
+    assert opened(tmp_path).withheld == {LEFT}
+    log = WrittenLog(tmp_path, boot=boot_id(), after=1)
+    log.begin(right)
+    found = opened(tmp_path)
+    assert (found.withheld, found.kept_to, found.segments) == (frozenset({LEFT}), 1, {RIGHT: 2})
+    log.end(LEFT)
+    found = opened(tmp_path)
+    assert (found.withheld, found.kept_to, found.segments) == (frozenset(), 0, {RIGHT: 2})
+
+
+def test_kernels_go_on_with_what_they_made_once_the_others_ranges_have_ended(
+    tmp_path: Path,
+) -> None:
+    """And an end is of no kernels: those that made the rest may go on with it."""
+    left, right = Owner(LEFT), Owner(RIGHT)
+    log = WrittenLog(tmp_path, boot=boot_id())
+    log.begin(left)
+    log.begin(right)
+    log.kernels = "others"
+    log.segment()
+    log.end(RIGHT)
+    log_id = opened_id(tmp_path)
+    assert claim_of(tmp_path) == (log_id, True, {LEFT})
+    right.term = 3
+    log.begin(right)
+    found = opened(tmp_path)
+    assert (found.withheld, found.kept_to) == (frozenset({LEFT, RIGHT}), 2)
+    assert claim_of(tmp_path) == (log_id, False, set())
+    assert opened(tmp_path, "others").withheld == {LEFT, RIGHT}
+    log.end(LEFT)
+    assert claim_of(tmp_path) == (log_id, False, set())
+    assert opened(tmp_path, "others").replicas.keys() == {RIGHT}
 
 
 def damaged(log: WrittenLog) -> None:

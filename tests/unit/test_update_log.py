@@ -26,7 +26,7 @@ from ps_server.stores import Shards
 from ps_server.update_log.directory import LogDirectory, boot_id, segments_in
 from ps_server.update_log.format import MAGIC, FrameKind, frame_bytes, head_at
 from ps_server.update_log.reader import scan
-from ps_server.update_log.recovery import claimable, read_log
+from ps_server.update_log.recovery import Claimable, claimable, read_log
 from ps_server.update_log.writer import LogItem, LogSetting, _Writer
 from tests.unit.logged_server import (
     KERNELS,
@@ -64,13 +64,14 @@ def cut_anywhere(path: Path, said: Sequence[tuple[int, int, int]], states: list[
     """A process that died left any prefix: what was answered by then is there, and the values are
     those after some update.
     """
-    segment = path / "00000001.log"
-    whole, chooser = segment.read_bytes(), random.Random(0)
+    segment, log_id = path / "00000001.log", path / "log_id"
+    whole, its_id, chooser = segment.read_bytes(), log_id.read_bytes(), random.Random(0)
     edges = [at for at, _ in heads(segment)][1:]
     places = {*edges, *(at + 1 for at in edges), *(at - 1 for at in edges), len(whole)}
     places |= {chooser.randrange(edges[0], len(whole)) for _ in range(20)}
     for place in sorted(places):
         segment.write_bytes(whole[:place])
+        log_id.write_bytes(its_id)
         found = recovered(path)
         for size_bytes, range_id, sequence in said:
             assert size_bytes > place or found.has(range_id, sequence), (place, range_id, sequence)
@@ -291,6 +292,12 @@ def group_of(raw: bytes, at: int) -> int:
     return head.group
 
 
+def id_of(path: Path) -> bytes:
+    """The log's."""
+    with LogDirectory(path) as directory:
+        return directory.log_id
+
+
 def test_a_log_of_another_boot_or_other_kernels_claims_nothing(tmp_path: Path) -> None:
     async def scene() -> None:
         server = LoggedServer(tmp_path, 1, Setting())
@@ -299,9 +306,14 @@ def test_a_log_of_another_boot_or_other_kernels_claims_nothing(tmp_path: Path) -
 
     ran(scene)
     contents = scan(segments_in(tmp_path))
-    assert claimable(contents, boot_id(), KERNELS) == contents.starts != {}
-    assert claimable(contents, "another boot", KERNELS) is None
-    assert claimable(contents, boot_id(), "other kernels") is None
+    log_id = id_of(tmp_path)
+    assert claimable(contents, log_id, boot_id(), KERNELS) == Claimable(contents.starts)
+    withheld = frozenset(contents.starts)
+    assert withheld
+    rebooted = claimable(contents, log_id, "another boot", KERNELS)
+    assert rebooted == Claimable({}, withheld, 1, is_claimed=False, is_whole=False)
+    others = claimable(contents, log_id, boot_id(), "other kernels")
+    assert others == Claimable({}, withheld, 1, is_claimed=False)
 
 
 def test_segments_that_a_server_may_not_go_on_with_stay(tmp_path: Path) -> None:
@@ -333,6 +345,28 @@ def test_segments_that_a_server_may_not_go_on_with_stay(tmp_path: Path) -> None:
     assert len(segments_in(tmp_path)) == 4
 
 
+def test_segments_go_of_ranges_that_others_are_seen_to_have(tmp_path: Path) -> None:
+    """The log is claimed again then: here its next server is primary of all."""
+
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting())
+        for step in range(1, 1 + STEPS):
+            await server.push(step)
+        await server.end()
+        server = LoggedServer(tmp_path, 2, Setting(bound_bytes=1_000, kernels="other kernels"))
+        assert server.recovered_log.withheld == {0, 1}
+        assert not server.recovered_log.is_claimed
+        server.node.tick()
+        await server.end()
+        server = LoggedServer(tmp_path, 3, Setting(bound_bytes=1_000, kernels="other kernels"))
+        assert server.recovered_log.is_claimed
+        assert server.recovered_log.replicas.keys() == {0, 1}
+        assert min(segments_in(tmp_path)) > 1
+        await server.end()
+
+    ran(scene)
+
+
 def test_a_synced_log_outlives_the_boot(tmp_path: Path) -> None:
     async def scene() -> None:
         server = LoggedServer(tmp_path, 1, Setting(is_synced=True))
@@ -341,7 +375,8 @@ def test_a_synced_log_outlives_the_boot(tmp_path: Path) -> None:
 
     ran(scene)
     contents = scan(segments_in(tmp_path))
-    assert claimable(contents, "another boot", KERNELS) == contents.starts != {}
+    log_id = id_of(tmp_path)
+    assert claimable(contents, log_id, "another boot", KERNELS).starts == contents.starts != {}
 
     async def unsynced() -> None:
         found = read_log(LogDirectory(tmp_path), Shards(SharedLanes(), {}), KERNELS)
@@ -351,8 +386,9 @@ def test_a_synced_log_outlives_the_boot(tmp_path: Path) -> None:
 
     ran(unsynced)
     contents = scan(segments_in(tmp_path))
-    assert claimable(contents, boot_id(), KERNELS) == contents.starts != {}
-    assert claimable(contents, "another boot", KERNELS) is None, "what followed may be lost"
+    assert claimable(contents, log_id, boot_id(), KERNELS).starts == contents.starts != {}
+    lost = claimable(contents, log_id, "another boot", KERNELS)
+    assert not lost.is_claimed, "what followed may be lost"
 
 
 def test_a_frame_that_is_missing_is_damage(tmp_path: Path) -> None:

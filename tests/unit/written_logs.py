@@ -23,6 +23,7 @@ from ps_server.ranges.range_copy import RangeDelta, ShardCopy, WorkerFacts, fres
 from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replication.messages import LogRecord, Snapshot
 from ps_server.stores import Shards
+from ps_server.update_log.directory import LogDirectory
 from ps_server.update_log.format import MAGIC, FrameKind, Head, packed, padding
 from ps_server.update_log.reader import FORMAT_VERSION
 from ps_server.values.mutations import Assigned, Elements, KeptSum, Mutation, Put, SentAccumulator
@@ -235,7 +236,9 @@ def by_id(
 
 
 class WrittenLog:
-    """One server's log. `group` is that of the frames that come."""
+    """One server's log, with the id of its directory. `group` is that of the frames that come, and
+    `kernels` made the segments that come.
+    """
 
     is_synced = False
 
@@ -250,11 +253,14 @@ class WrittenLog:
         self.path = path
         self.now_s = 1000.0
         self.group = 1
+        self.kernels = ""
         self._of = of
         self._timeline = timeline
         self._boot = boot
         self._number = after
         path.mkdir(parents=True, exist_ok=True)
+        with LogDirectory(path) as directory:
+            self._log_id = directory.log_id
         self.segment()
 
     @property
@@ -269,6 +275,7 @@ class WrittenLog:
         header.CopyFrom(HEADER)
         header.segment, header.timeline = self._number, self._timeline
         header.boot_id, header.is_synced = self._boot, self.is_synced
+        header.log_id, header.kernel_fingerprint = self._log_id, self.kernels
         self._write(FrameKind.HEADER, [header.SerializeToString()])
         self.table(self._of)
 
@@ -286,6 +293,10 @@ class WrittenLog:
 
     def taken_over(self, owner: Owner) -> None:
         self._mark(FrameKind.TAKEN_OVER, owner)
+
+    def end(self, range_id: RangeId) -> None:
+        mark = update_log_pb2.UpdateLogRange(range_id=range_id)
+        self._write(FrameKind.END, [mark.SerializeToString()], range_id)
 
     def record(self, log_record: LogRecord, time_s: float | None = None) -> None:
         self.now_s = self.now_s + 1 if time_s is None else time_s
