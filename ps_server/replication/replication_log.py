@@ -14,7 +14,7 @@ Rules:
     - A deposed primary that is primary again goes on with all its decisions, under another term;
       its candidates are the servers that could have been primary in its place.
     - While fewer than `min_in_sync` configured servers hold the range, nothing more is committed.
-      Reads of committed values go on.
+      Reads of committed values go on, if the update log has these.
     - An update log must have a decision, too (SEMANTICS S13): it is a backup that grants no lease
       and counts as no replica.
 
@@ -118,9 +118,8 @@ class RangeLog:
     @property
     def committed(self) -> int:
         """Number up to which enough in-sync backups, and the update log, have all records."""
-        if self.is_short:
-            return self.released
-        held = min(self._acked.values(), default=self.number)
+        acked = min(self._acked.values(), default=self.number)
+        held = self.released if self.is_short else acked
         return held if self._written is None else min(held, self._written)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -43,12 +44,15 @@ class LogSimulation(FailoverSimulation):
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self.logs: list[SimLog] = []
         self.next_log: SimLog | None = None
+        self._least_in_sync = random.Random(f"in sync of {seed}").choice((1, 2))
         super().__init__(seed, narrate=narrate)
 
     @cached_property
     def plan(self) -> Plan:
         """What happens: with one replica nobody but the log has anything."""
-        return replace(super().plan, replica_count=self.world.draw.choice((1, 1, 2)), min_in_sync=1)
+        replica_count = self.world.draw.choice((1, 1, 2))
+        least = min(self._least_in_sync, replica_count)
+        return replace(super().plan, replica_count=replica_count, min_in_sync=least)
 
     def asking(self, index: int, role: Role) -> Registration:
         """What one of the first nodes registers with."""

@@ -167,6 +167,24 @@ def test_too_few_servers_commit_nothing_and_answer_reads() -> None:
     assert log.release(0.1) == ["held"]
 
 
+def test_too_few_servers_answer_no_read_of_values_that_the_update_log_lacks() -> None:
+    """LOG-1: it gives back older values, or none, to a server that dies before they are in it."""
+    log = RangeLog(RANGE, EPOCH, (), LEASE_S, number=4, min_in_sync=2)
+    log.keep_log(-1)
+    log.follow(["a read"])
+    assert log.release(0.1) == []
+    log.begin_logged_snapshot()
+    log.written(4)
+    assert log.release(0.1) == ["a read"]
+    log.begin_anew()
+    log.lose_logged_snapshot()
+    log.follow(["a read of other values"])
+    assert log.release(0.2) == []
+    log.begin_logged_snapshot()
+    log.written(5)
+    assert log.release(0.2) == ["a read of other values"]
+
+
 def test_a_copy_with_what_nobody_was_told_has_a_number_of_its_own_while_others_wait() -> None:
     """What waits is not done by it, and who has the records alone does not have what was seen."""
     log = RangeLog(RANGE, EPOCH, (), LEASE_S, min_in_sync=2)
