@@ -68,6 +68,9 @@ class SimLog:
         self.frames: list[Frame] = []
         self.writer: LoggedServer | None = None
         self.segments = LogSegments(BOUND_FRAMES, {}, {})
+        self.withheld: set[RangeId] = set()
+        self._has_segments = True
+        self._former = 0  # the newest segment of a log of before, of another id
         self._pending: deque[Frame] = deque()
         self._delay_s = world.draw.choice((0.001, 0.05, 0.5))
         self._bases_take_s = world.draw.choice(BASES_TAKE_S)
@@ -109,7 +112,15 @@ class SimLog:
         )
 
     def end(self, range_id: RangeId) -> None:
-        self.world.counts["ranges ended in a log"] += 1
+        counts = self.world.counts
+        counts["ranges ended in a log"] += 1
+        if range_id in self.withheld:
+            counts["withheld ranges ended"] += 1
+            self.withheld.discard(range_id)
+            assert self.writer is not None
+            assert self.writer.watch.is_held(range_id), (
+                f"LOG-2: nobody has range {range_id}, and it is ended in a log"
+            )
         self._append("end", range_id, AssignmentEpoch(0), AssignmentEpoch(0), 0)
 
     def _append(
@@ -143,8 +154,11 @@ class SimLog:
             self._base_is_under_way()
         sizes = Counter(frame.segment for frame in self.frames)
         starts = {range_id: self.frames[at].segment for range_id, at in self.begins().items()}
-        self.segments = LogSegments(BOUND_FRAMES, sizes, starts)
+        self.withheld = self._all_begins().keys() - starts.keys()
+        kept_to = self._former if self.withheld else 0
+        self.segments = LogSegments(BOUND_FRAMES, sizes, starts, self.withheld, kept_to)
         self.segments.begin(0)
+        self._has_segments = True
 
     def heard(self, frame: Frame) -> None:
         """Its server knows that the frame is written."""
@@ -168,8 +182,17 @@ class SimLog:
         self.world.counts["frames lost"] += len(self._pending)
         self._pending.clear()
 
+    def reboot(self) -> None:
+        """The machine was started again: frames may be lost, so another log begins."""
+        self._former, self._has_segments = self.segments.newest, False
+        self.log_id = self.log_id[:-1] + bytes([(self.log_id[-1] + 1) % 256])
+
     def begins(self) -> dict[RangeId, int]:
-        """Where the newest beginning of each range is, among the frames."""
+        """Where the newest beginning of each range is, among the frames of this log."""
+        begins = self._all_begins()
+        return {r: at for r, at in begins.items() if self.frames[at].segment > self._former}
+
+    def _all_begins(self) -> dict[RangeId, int]:
         found: dict[RangeId, int] = {}
         for index, frame in enumerate(self.frames):
             if frame.kind in ("begin", "snapshot"):
@@ -180,6 +203,8 @@ class SimLog:
 
     def claim(self) -> UpdateLogClaim:
         """What is told to the scheduler."""
+        if not self._has_segments:
+            return UpdateLogClaim(self.log_id)
         return UpdateLogClaim(self.log_id, TIMELINE, tuple(sorted(self.begins())))
 
     def has(self, range_id: RangeId, term: AssignmentEpoch, number: int) -> bool:
@@ -271,7 +296,7 @@ class LoggedServer(ReplicatedServer):
         self.world.counts["ranges read from a log"] += len(replicas)
         named = [table.table_id for table in self._tables()]
         self.replication.recover(replicas.values(), named)
-        self.logged.recover(begins)
+        self.logged.recover(begins, self.log.withheld)
 
     def heard_of_log(self, frame: Frame) -> None:
         """The log's thread has written something: the loop hears of it in its turn."""

@@ -344,6 +344,11 @@ class Watch:
         held = replication.primaries, replication.replicas, replication.suspended
         return any(range_id in ranges for ranges in held)
 
+    def is_held(self, range_id: RangeId) -> bool:
+        """Whether somebody who lives could."""
+        living = (server for server in self._servers.values() if not server.is_dead)
+        return any(self.has(server, range_id) for server in living)
+
     def waits(self, server: ReplicatedServer, assignment: RangeAssignment, for_s: float) -> None:
         """The server has been made primary so long ago, and does not serve yet; `assignment` is
         the newest that it knows.
