@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -62,6 +62,17 @@ class StepResult:
     round_count: int = 0
     """`DistributedOptimizer.step(closure)`: the number of times that it computed rejected blocks
     anew. `clock` is that of the last time; `rejected` has the blocks that it gave up."""
+
+
+def after_round(earlier: StepResult, result: StepResult) -> StepResult:
+    """The result of a step whose rejected blocks were computed anew, with this result."""
+    return replace(
+        earlier,
+        clock=result.clock,
+        staleness=max(earlier.staleness, result.staleness),
+        rejected=result.rejected,
+        round_count=earlier.round_count + 1,
+    )
 
 
 @dataclass(frozen=True, slots=True)

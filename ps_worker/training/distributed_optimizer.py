@@ -570,6 +570,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 so does the next `step`, before it takes its own step; likewise after Ctrl-C.
                 Changes that the script makes meanwhile stay.
             EditRefused: a parameter was changed since the last step: its value would be lost.
+            InvalidTensor: with `Outer`, as `step`; all workers have the model, without that step.
             InvalidConfig: another worker has made another collective call.
         """
         self._model.synchronize(self.param_groups, timeout_s)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ps_core import limits
-from ps_core.errors import InvalidConfig, InvalidTensor
+from ps_core.errors import InvalidConfig
 from ps_worker.spec.flat_layout import table_layouts
 from ps_worker.spec.optimizers import NAMESAKES, Add, Aggregate, Outer, ServerOptimizer
 from ps_worker.spec.training_options import TrainingOptions
@@ -90,13 +90,24 @@ def check_waits_for_all(outer: Outer | None, options: TrainingOptions) -> None:
         )
 
 
-def check_taken(refused: str) -> None:
-    """InvalidTensor if an inner step was refused for what these words say."""
-    if refused:
-        raise InvalidTensor(
-            f"{refused}; expected finite values. The inner step was not taken, and counts, so that "
-            "workers stay in step"
-        )
+def skipped_step(problem: str) -> str:
+    """Words for a step that was skipped because of a gradient; empty without a problem."""
+    if not problem:
+        return ""
+    return (
+        f"{problem}; expected finite values. The step was skipped on every server "
+        "(allow_non_finite=True would apply it)"
+    )
+
+
+def refused_inner_step(problem: str) -> str:
+    """As `skipped_step`, for an inner step that was not taken."""
+    if not problem:
+        return ""
+    return (
+        f"{problem}; expected finite values. The inner step was not taken, and counts, so that "
+        "workers stay in step"
+    )
 
 
 class OuterSteps:

@@ -33,7 +33,7 @@ from ps_worker.spec.optimizers import (
     hyperparameters_of,
 )
 from ps_worker.spec.training_options import TrainingOptions
-from ps_worker.steps.steps import Pulled, PushTicket, StepResult, TableHandle
+from ps_worker.steps.steps import Pulled, PushTicket, StepResult, TableHandle, after_round
 from ps_worker.training.among_workers.worker_group import WorkerGroup
 from ps_worker.training.clipping import UpdateScaling, scaled_step, scaled_updates
 from ps_worker.training.common_model import CommonModel, EarlyOuterStep
@@ -42,8 +42,9 @@ from ps_worker.training.joining import ModelJoin, clocks_to_pass
 from ps_worker.training.local_optimizer import (
     OuterSteps,
     StateBefore,
-    check_taken,
     check_waits_for_all,
+    refused_inner_step,
+    skipped_step,
 )
 from ps_worker.training.model_pull import birth_clock
 from ps_worker.training.module_buffers import BufferTable
@@ -82,7 +83,6 @@ class _SealedStep:
     scaling: UpdateScaling | None
     is_skipped: bool  # it takes no part in the update
     problem: str  # the name of a gradient that was not finite, in words; else empty
-    refused_inner: str = ""  # likewise, of the inner step before it
     pulled: dict[TrainedTable, Pulled] = field(default_factory=dict)
     edited: Edited = field(default_factory=dict)
     is_edit: bool = False
@@ -133,6 +133,7 @@ class TrainedModel:
         self._client = client
         self._optimizer = optimizer
         self._sealed: _SealedStep | None = None
+        self._untold = ""  # a step that was refused, in words, which no call has raised
         self._common = CommonModel(client, options.name, self.tables, self.buffers)
         self._round_count = 0  # the clocks beyond the script's steps
         self._is_hooked = False  # a hook of the present step's gradients was called
@@ -224,8 +225,8 @@ class TrainedModel:
 
     def synchronize(self, groups: Groups, timeout_s: float | None) -> None:
         """As `DistributedOptimizer.synchronize`; resumes a call that was interrupted."""
+        self._end_untold()
         self.end_step()
-        self.end_overlapped()
         if not self._common.is_interrupted:
             self._wait_pending()
             if self.options.applies_on_arrival and any(
@@ -237,12 +238,13 @@ class TrainedModel:
                 )
         self._groups = groups
         self._common.meet(timeout_s, is_pulled=not self.aggregates, outer=self._early_outer_step())
+        self._tell()
 
     def _early_outer_step(self) -> EarlyOuterStep | None:
         if self.outer is None:
             return None
         waits = any(setting.mode is not Mode.ASP for setting in self.settings())
-        return EarlyOuterStep(self.inner_steps, waits, self._seal_early, self.end_overlapped)
+        return EarlyOuterStep(self.inner_steps, waits, self._seal_early, self._end_untold)
 
     def _seal_early(self) -> None:
         """OUTER: seal an outer step of all blocks now. A worker that has not moved pushes that it
@@ -325,8 +327,19 @@ class TrainedModel:
         values wait for their merge.
         """
         if self._sealed is not None:
-            self._sealed.problem = self._sealed.refused_inner = ""
+            self._sealed.problem = ""
+            self._end_untold()
+
+    def _end_untold(self) -> None:
+        """As `end_overlapped`; `_tell` raises for a gradient that was not finite."""
+        if self._sealed is not None:
             self.results = self._end(self._sealed)
+
+    def _tell(self) -> None:
+        """InvalidTensor if a step was refused, and no call has said so."""
+        if untold := self._untold:
+            self._untold = ""
+            raise InvalidTensor(untold)
 
     @property
     def _is_overlapped(self) -> bool:
@@ -363,6 +376,7 @@ class TrainedModel:
             self.results = self._step(groups, scale, meanwhile=meanwhile)
         else:
             self.results = self._end(sealed)
+            self._tell()
         if closure is None:
             return
         for _ in range(self.options.recompute):
@@ -380,14 +394,7 @@ class TrainedModel:
                     table.restrict(None)
             MEASURES.recomputed_blocks.inc(sum(map(len, rejected.values())))
             for table, result in ended.items():
-                earlier = self.results[table]
-                self.results[table] = replace(
-                    earlier,
-                    clock=result.clock,
-                    staleness=max(earlier.staleness, result.staleness),
-                    rejected=result.rejected,
-                    round_count=earlier.round_count + 1,
-                )
+                self.results[table] = after_round(self.results[table], result)
         MEASURES.abandoned_blocks.inc(sum(map(len, self._rejected().values())))
 
     def _rejected(self) -> dict[TrainedTable, tuple[int, ...]]:
@@ -438,9 +445,8 @@ class TrainedModel:
         scale = self.group.reduced(self.tables, scale)
         self._take_edits()
         with uninterrupted():
-            refused = ""
             if self.outer is not None:
-                refused = self._take_inner_step(groups, scale)
+                self._take_inner_step(groups, scale)
                 scale = StepScale()
             if self.outer is None or self.inner_steps.are_all_taken:
                 self.outer_steps.choose(self.clock)
@@ -454,15 +460,15 @@ class TrainedModel:
             if not self.outer_steps.is_overlapped:
                 self.outer_steps.merge()
             self._times.inner_ended(self.clock)
-            check_taken(refused)
-            return {}
-        self._sealed.refused_inner = refused
-        return self._end(self._sealed)
+            ended = {}
+        else:
+            ended = self._end(self._sealed)
+        self._tell()
+        return ended
 
-    def _take_inner_step(self, groups: Groups, scale: StepScale) -> str:
+    def _take_inner_step(self, groups: Groups, scale: StepScale) -> None:
         """OUTER: a step of the local optimizer. It counts if it is not taken, so that workers stay
-        in step: if mixed precision skips it, or the norm that it is clipped by is not finite. Then
-        returns words for a gradient that is not; else nothing.
+        in step: if mixed precision skips it, or the norm that it is clipped by is not finite.
         """
         for table in self.tables:
             self.hyperparameters(table, groups)
@@ -471,7 +477,7 @@ class TrainedModel:
             self.inner.step()
         self.inner_steps.taken += 1
         self._client.engine.steps.inner_count += 1
-        return scale.problem
+        self._untold = self._untold or refused_inner_step(scale.problem)
 
     # --- edits
 
@@ -716,12 +722,7 @@ class TrainedModel:
         self._end_refused(sealed)
         if sealed.scaling is not None and sealed.scaling.norm is not None:
             self.gradient_norm = sealed.scaling.norm
-        if sealed.problem:
-            raise InvalidTensor(
-                f"{sealed.problem}; expected finite values. The step was skipped on every server "
-                "(allow_non_finite=True would apply it)"
-            )
-        check_taken(sealed.refused_inner)
+        self._untold = skipped_step(sealed.problem) or self._untold
         ended = {} if sealed.is_skipped or sealed.is_edit else sealed.tickets
         return {table: ticket.future.result() for table, ticket in ended.items()}
 

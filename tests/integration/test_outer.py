@@ -466,6 +466,43 @@ def test_a_pseudo_gradient_with_a_nan_moves_nothing(workers: list[ps.Client]) ->
     assert all(each.isfinite().all() for each in first)
 
 
+@pytest.mark.parametrize("ends_by", ["synchronize", "step"])
+def test_a_synchronize_whose_outer_step_has_a_nan_says_so_once(
+    workers: list[ps.Client], ends_by: str
+) -> None:
+    """When all have met; a step that ends the call says it after its own inner step."""
+    outer, name = ps.Outer(partial(torch.optim.SGD, lr=0.1), 3), new_name()
+    trainers = together(workers, lambda client: Trainer(client, name, outer))
+    other, bad = trainers
+    (bad.model.loss(1, 0) * float("nan")).backward()
+    bad.optimizer.step()
+    if ends_by == "step":
+        with pytest.raises(ps.WaitExpired, match=f"synchronize {name}"):
+            bad.optimizer.synchronize(timeout_s=0.1)
+    told: list[str] = []
+
+    def work(client: ps.Client) -> None:
+        if client.rank == 0:
+            return other.optimizer.synchronize()
+        try:
+            if ends_by == "step":  # with gradients of 0
+                bad.optimizer.zero_grad()
+                torch.stack([p.nan_to_num().sum() for p in bad.model.parameters()]).sum().backward()
+                bad.optimizer.step()
+            else:
+                bad.optimizer.synchronize()
+        except ps.InvalidTensor as error:
+            told.append(error.message)
+        return None
+
+    together(workers, work)
+    assert len(told) == 1
+    assert "the pseudo-gradient of 'weight' has an infinity or a NaN at step 1" in told[0]
+    assert bad.optimizer.trained_model.inner_steps.taken == (ends_by == "step")
+    together(workers, lambda client: trainers[client.rank].optimizer.synchronize())
+    assert is_same(values_of(other.model), values_of(bad.model))
+
+
 def test_an_inner_step_whose_norm_is_not_finite_is_not_taken(workers: list[ps.Client]) -> None:
     client = workers[0]
     trainer = Trainer(client, new_name(), adamw(), consistency="asp", clip_norm=1.0)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
+from types import FrameType
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ import ps_worker as ps
 from tests.integration.lane_cluster import lane_cluster, until
 from tests.integration.outer_training import (
     INNER_STEPS,
+    SGD,
     WORKERS,
     Trainer,
     Values,
@@ -103,3 +107,45 @@ def test_a_worker_killed_between_outer_steps_is_replaced() -> None:
             target.append(trainer.step_count + STEPS)
             assert is_same(go_on(trainer), other.result(DEADLINE_S))
             assert trainer.optimizer.clock == begun + STEPS // INNER_STEPS
+
+
+# --- Ctrl-C
+
+
+@contextmanager
+def ctrl_c_after(function: str) -> Iterator[None]:
+    """Ctrl-C comes at the moment when this thread returns from a function of that name."""
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and frame.f_code.co_name == function:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_inner_step_that_is_refused_at_the_moment_of_ctrl_c_is_told_by_the_next_call(
+    at: int,
+) -> None:
+    """Also where it is the last before an outer step, which that call ends."""
+    outer = ps.Outer(SGD, inner_steps=2)
+    with ps.local_cluster(servers=1, workers=1) as cluster, ps.connect(cluster.address) as client:
+        trainer = Trainer(client, "model", outer, clip_norm=1.0)
+        for _ in range(at):
+            trainer.step()
+        trainer.optimizer.zero_grad()
+        (trainer.model.loss(0, 0) * float("nan")).backward()
+        with pytest.raises(KeyboardInterrupt), ctrl_c_after("_take_inner_step"):
+            trainer.optimizer.step()
+        if not at:
+            trainer.optimizer.zero_grad()
+            trainer.model.loss(0, 1).backward()
+        with pytest.raises(ps.InvalidTensor, match="inner step was not taken, and counts"):
+            trainer.optimizer.step()
+        assert trainer.optimizer.clock == 1
+        trainer.step()
