@@ -35,13 +35,15 @@ class EarlyOuterStep:
     Attributes:
         inner: the inner steps since the last one.
         waits_for_others: it may end only when the others take one, too.
-        seal: seals it.
+        least_clock: the clock that each worker must be at before this one's outer step can end.
+        seal: seals it, from the given clock on at the earliest.
         end: waits for the end of the one that is sealed, if one is.
     """
 
     inner: InnerSteps
     waits_for_others: bool
-    seal: Callable[[], object]
+    least_clock: int
+    seal: Callable[[int], object]
     end: Callable[[], object]
 
 
@@ -61,6 +63,7 @@ class CommonModel:
         self._buffers = buffers
         self._left: deque[str] = deque()  # the barriers, and the pull, that have not ended
         self._is_due = False  # the workers have agreed on an outer step
+        self._least_clock = 0  # from which on all take it
         self._is_sealed = False  # this meeting has sealed its outer step
 
     @property
@@ -83,6 +86,7 @@ class CommonModel:
             self._is_sealed = False
             # Nobody waits at the barrier for a late joiner before its first step.
             waits = outer is None or outer.waits_for_others
+            self._least_clock = 0
             self._is_due = has_moved and not (waits and self._client.collectives.takes_part)
             # After the first barrier no worker takes a step, until all have passed the second.
             self._left.append(f"synchronize {self._name}")
@@ -125,17 +129,18 @@ class CommonModel:
         while True:
             if self._is_due:
                 with uninterrupted():
-                    outer.seal()
+                    outer.seal(self._least_clock)
                     self._is_due, self._is_sealed = False, True
             outer.end()
             if not self._client.collectives.takes_part:
                 return
             has_moved = outer.inner.have_moved and not self._is_sealed
+            given = (has_moved, outer.least_clock)
             with self._meeting():
-                all_moved = self._client.gather(has_moved, name=self._left[0], timeout_s=timeout_s)
-            if not any(all_moved):
+                found = self._client.gather(given, name=self._left[0], timeout_s=timeout_s)
+            if not any(moved for moved, _ in found):
                 return
-            self._is_due = True
+            self._is_due, self._least_clock = True, max(clock for _, clock in found)
 
     def _check_unchanged(self) -> None:
         edited = {table: indexes for table in self._tables if (indexes := table.edited())}

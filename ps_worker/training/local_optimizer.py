@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
@@ -11,11 +11,15 @@ from typing import Any
 import torch
 
 from ps_core import limits
+from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidConfig
+from ps_core.keys import TableId
+from ps_core.tables.table import Table
 from ps_worker.spec.flat_layout import table_layouts
 from ps_worker.spec.optimizers import NAMESAKES, Add, Aggregate, Outer, ServerOptimizer
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.inner_steps import InnerSteps
+from ps_worker.steps.steps import TableHandle
 from ps_worker.training.tables.trained_table import TrainedTable
 
 
@@ -108,6 +112,38 @@ def refused_inner_step(problem: str) -> str:
         f"{problem}; expected finite values. The inner step was not taken, and counts, so that "
         "workers stay in step"
     )
+
+
+class SettingsByClock:
+    """The settings of a model's tables, by clock; a view has only the newest, which may take effect
+    after the worker's next step (SEMANTICS S6).
+    """
+
+    def __init__(self, newest: Callable[[TableHandle], Table]) -> None:
+        self._newest = newest
+        self._seen: dict[TableId, dict[int, Consistency]] = {}
+
+    def ahead(self, clocks: int, handles: Iterable[tuple[TableHandle, bool]]) -> list[Consistency]:
+        """The settings of the step so many clocks ahead, 1 or 2, by the views at each call; of
+        those of the handles whose table takes steps.
+        """
+        awake = [handle for handle, is_awake in handles if is_awake]
+        return [self._at(self._newest(handle), handle.clock + clocks) for handle in awake]
+
+    def _at(self, table: Table, clock: int) -> Consistency:
+        seen = self._seen.setdefault(table.table_id, {-1: table.spec.consistency})
+        if table.change is not None:
+            seen[table.change.after_clock] = table.change.consistency
+        for after in sorted(each for each in seen if each < clock - 1)[:-1]:
+            del seen[after]
+        return seen[max(after for after in seen if after < clock)]
+
+
+def least_clock(setting: Consistency, clock: int) -> int:
+    """The clock that all workers must reach before one at `clock` reads under this setting."""
+    if setting.mode is Mode.BSP and not setting.backup_workers:
+        return clock
+    return clock - setting.staleness if setting.mode is Mode.SSP else 0
 
 
 class OuterSteps:

@@ -117,6 +117,17 @@ class PlannedEdits:
         self._left.clear()
 
 
+def edit_refused(edited: Edited, name: str, why: str) -> str:
+    """The message about changed parameters that no step can take."""
+    return (
+        f"parameter {names_of(edited)} of '{name}' was changed since the last step, {why}. "
+        "Nothing was sent of this step, and the change stays until it is undone or taken. Change "
+        "it under BSP: set_consistency('bsp') at every worker, the change, step(), and "
+        "set_consistency() back; or before the optimizer is made. To clamp in every step, give the "
+        "optimizer clamp=(least, greatest)"
+    )
+
+
 def load_refused(name: str, why: str) -> str:
     """The message about loaded state that no step can take."""
     return (
@@ -125,6 +136,16 @@ def load_refused(name: str, why: str) -> str:
         "set_consistency() back; or start the cluster from a checkpoint, which has it in every "
         "setting"
     )
+
+
+def own_words(edited: Edited, *, is_loaded: bool) -> str:
+    """Words for the part of this worker in an edit that was refused."""
+    own = "no parameter was changed here"
+    if is_loaded:
+        own = "optimizer state was loaded here, which waits for a step that takes all of it"
+    elif edited:
+        own = f"{names_of(edited)} was changed here, and stays so until undone or taken"
+    return f"{own}. No worker took the step"
 
 
 def names_of(edited: Edited) -> str:

@@ -41,8 +41,10 @@ from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.joining import ModelJoin, clocks_to_pass
 from ps_worker.training.local_optimizer import (
     OuterSteps,
+    SettingsByClock,
     StateBefore,
     check_waits_for_all,
+    least_clock,
     refused_inner_step,
     skipped_step,
 )
@@ -55,8 +57,9 @@ from ps_worker.training.planned_edits import (
     Edited,
     PlannedEdits,
     digest_of,
+    edit_refused,
     load_refused,
-    names_of,
+    own_words,
     problem_of,
 )
 from ps_worker.training.served_state import LoadedState, State, arrays_of, is_same, pulled_arrays
@@ -142,6 +145,7 @@ class TrainedModel:
         self._groups: Groups = ()  # of the last `_step`
         self._join = ModelJoin(client, options.name, self.tables)
         self._times: StepTimes  # from `begin` on
+        self._settings = SettingsByClock(client.tables.newest)
 
     @property
     def aggregates(self) -> bool:
@@ -214,10 +218,9 @@ class TrainedModel:
         self.check_rows_fit(wanted)
         options = replace(self.options, consistency=wanted)
         check_waits_for_all(self.outer, options)
-        settings = [(table.handle, wanted) for table in self.tables]
-        settings += [(buffers.handle, wanted.without_policy()) for buffers in self.buffers]
         change = partial(self._client.set_consistency, after_clock=after_clock, timeout_s=timeout_s)
-        clocks = [change(handle, setting) for handle, setting in settings]
+        clocks = [change(table.handle, wanted) for table in self.tables]
+        clocks += [change(buffers.handle, wanted.without_policy()) for buffers in self.buffers]
         self.options = options
         for table in self.tables:
             table.options = options
@@ -243,14 +246,21 @@ class TrainedModel:
     def _early_outer_step(self) -> EarlyOuterStep | None:
         if self.outer is None:
             return None
-        waits = any(setting.mode is not Mode.ASP for setting in self.settings())
-        return EarlyOuterStep(self.inner_steps, waits, self._seal_early, self._end_untold)
+        settings = self._settings.ahead(1, self.awake_handles())
+        after = self._settings.ahead(2, self.awake_handles())  # of what the outer step pulls
+        waits = any(setting.mode is not Mode.ASP for setting in (*settings, *after))
+        least = max((least_clock(setting, self.clock) for setting in after), default=0)
+        return EarlyOuterStep(self.inner_steps, waits, least, self._seal_early, self._end_untold)
 
-    def _seal_early(self) -> None:
-        """OUTER: seal an outer step of all blocks now. A worker that has not moved pushes that it
-        stays, under BSP; else it takes no part.
+    def _seal_early(self, least: int) -> None:
+        """OUTER: seal an outer step of all blocks now, from clock `least` on at the earliest. A
+        worker that has not moved pushes that it stays, under BSP; else it takes no part.
         """
-        is_bsp = all(setting.mode is Mode.BSP for setting in self.settings())
+        parts: list[TrainedTable | BufferTable] = [t for t in self.tables if not t.is_asleep]
+        for part in (*parts, *self.buffers) * max(least - self.clock, 0):
+            part.pass_clock()
+        settings = self._settings.ahead(1, self.awake_handles())
+        is_bsp = all(setting.mode is Mode.BSP for setting in settings)
         self.outer_steps.merge()
         self.outer_steps.choose(self.clock, is_whole=True)
         scale = StepScale(skip=not (is_bsp or self.inner_steps.have_moved))
@@ -544,16 +554,9 @@ class TrainedModel:
         if not edited and self.loaded is None:
             return
         why = self._why_no_edit()
-        if edited and why:
-            raise EditRefused(
-                f"parameter {names_of(edited)} of '{self.options.name}' was changed since the last "
-                f"step, {why}. Nothing was sent of this step, and the change stays until it is "
-                "undone or taken. Change it under BSP: set_consistency('bsp') at every worker, the "
-                "change, step(), and set_consistency() back; or before the optimizer is made. To "
-                "clamp in every step, give the optimizer clamp=(least, greatest)"
-            )
         if why:
-            raise EditRefused(load_refused(self.options.name, why))
+            refused = edit_refused(edited, self.options.name, why) if edited else ""
+            raise EditRefused(refused or load_refused(self.options.name, why))
         problem = problem_of(edited, may_be_infinite=self.options.allow_non_finite)
         passed_count = clocks_to_pass(self._client, self.tables) if is_new else 0
         self._edits.plan(edited, self.loaded, problem, passed_count)
@@ -607,14 +610,9 @@ class TrainedModel:
             raise InvalidTensor(
                 f"{sealed.problem}. The step was not taken, and the value stays until it is changed"
             )
-        if sealed.refused is None:
-            return
-        own = "no parameter was changed here"
-        if self.loaded is not None:
-            own = "optimizer state was loaded here, which waits for a step that takes all of it"
-        elif sealed.edited:
-            own = f"{names_of(sealed.edited)} was changed here, and stays so until undone or taken"
-        raise EditRefused(f"{sealed.refused.message}; {own}. No worker took the step. {REMEDIES}")
+        if sealed.refused is not None:
+            own = own_words(sealed.edited, is_loaded=self.loaded is not None)
+            raise EditRefused(f"{sealed.refused.message}; {own}. {REMEDIES}")
 
     def _seal(self, groups: Groups, scale: StepScale, before: StateBefore | None) -> _SealedStep:
         """Push the rest of the step, and seal it on every table."""
@@ -646,17 +644,15 @@ class TrainedModel:
                 tickets[table] = table.seal(
                     hyperparameters, scale, skip=is_skipped, is_awaited=is_awaited
                 )
-            row_steps = []
-            if not is_round:
-                row_steps = [(rows, rows.seal(scale, skip=skip)) for rows in self.rows]
+            sealing = () if is_round else self.rows
+            row_steps = [(rows, rows.seal(scale, skip=skip)) for rows in sealing]
         self.outer_steps.sealed()
         max_norm = None if skip or scale.clip_scale is None else self.options.clip_norm
         scaling = scaled_updates([*tickets.items(), *row_steps], max_norm)
         if is_round:
             self._round_count += 1
-            for table in self.tables:
-                if table.is_asleep:
-                    table.pass_clock()
+            for table in (table for table in self.tables if table.is_asleep):
+                table.pass_clock()
             for rows in self.rows:
                 rows.pass_clock()
         taking_part = [ticket for table, ticket in tickets.items() if table.takes_part]

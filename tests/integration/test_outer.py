@@ -185,6 +185,40 @@ def test_synchronize_ends_where_only_one_worker_has_moved(
     }[consistency]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("consistency", "later", "after_clock", "steps", "weight", "clock"),
+    [
+        ("bsp", "asp", 4, (1, 0), -0.5, 1),
+        ("asp", "bsp", 4, (7, 1), -8.0, 4),
+        ("ssp:1", "bsp", 3, (5, 3), -8.0, 3),
+    ],
+)
+def test_synchronize_ends_before_a_change_of_consistency_takes_effect(
+    workers: list[ps.Client],
+    consistency: str,
+    later: str,
+    after_clock: int,
+    steps: tuple[int, int],
+    weight: float,
+    clock: int,
+) -> None:
+    """Its outer step is one of the setting before, or the last of them, which all take together."""
+    outer = ps.Outer(SGD, 2, lr=1.0, momentum=0.0, nesterov=False)
+
+    def work(client: ps.Client, name: str) -> tuple[float, int]:
+        model, optimizer = zeroed(client, name, outer, consistency)
+        assert optimizer.set_consistency(later, after_clock=after_clock) == after_clock
+        for _ in range(steps[client.rank]):
+            step_by_one(model, optimizer)
+        optimizer.synchronize(timeout_s=10.0)
+        found = float(model.weight.detach().mean()), optimizer.clock
+        for _ in range(2 * after_clock):
+            step_by_one(model, optimizer)
+        return found
+
+    assert together(workers, partial(work, name=new_name())) == [(weight, clock)] * WORKERS
+
+
 def test_a_step_ends_a_synchronize_that_expired_before_all_had_called_it(
     workers: list[ps.Client],
 ) -> None:

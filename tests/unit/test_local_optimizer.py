@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,16 @@ import torch
 from torch import nn
 
 import ps_worker as ps
+from ps_core.change import TableChange
 from ps_core.errors import InvalidConfig
 from ps_worker.spec.optimizers import ServerOptimizer
-from ps_worker.training.local_optimizer import StateBefore, inner_optimizer, outer_of
+from ps_worker.training.local_optimizer import (
+    SettingsByClock,
+    StateBefore,
+    inner_optimizer,
+    outer_of,
+)
+from tests.unit.saving_worker import A, Worker
 
 
 def stepped(optimizer: torch.optim.Optimizer, *gradients: float) -> None:
@@ -91,3 +99,28 @@ def test_outer_steps_have_inner_steps_of_the_namesake(name: str, given: dict[str
 def test_outer_steps_refuse_what_has_no_namesake(optimizer: ServerOptimizer, named: str) -> None:
     with pytest.raises(InvalidConfig, match=f"outer_steps is 7, and .*{named}"):
         outer_of(optimizer, 7)
+
+
+# --- settings
+
+
+def test_a_setting_holds_until_the_change_takes_effect() -> None:
+    """Views tell of each change ahead of its clock, and of two before the first takes effect."""
+    handle = Worker().handles[A]
+    table = handle.table
+    settings = SettingsByClock(lambda _: table)
+    changes = [
+        TableChange(1, 3, ps.ASP()),
+        TableChange(2, 4, ps.SSP(1)),
+        TableChange(3, 9, ps.BSP()),
+    ]
+    found = []
+    for clock in range(12):
+        if clock in (0, 1, 8):
+            table = replace(table, change=changes.pop(0))
+        handle.steps.clock = clock
+        found.append(
+            [str(*settings.ahead(ahead, [(handle, True), (handle, False)])) for ahead in (2, 1)]
+        )
+    by_clock = ["bsp"] * 3 + ["asp"] + ["ssp:1"] * 5 + ["bsp"] * 4
+    assert found == [[by_clock[n + 1], by_clock[n]] for n in range(12)]
