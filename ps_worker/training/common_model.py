@@ -128,6 +128,8 @@ class CommonModel:
         """The first barrier, and before it one outer step of all workers, if any has moved."""
         while True:
             if self._is_due:
+                if not outer.inner.have_moved:  # else a change counts as a move
+                    self._check_unchanged()
                 with uninterrupted():
                     outer.seal(self._least_clock)
                     self._is_due, self._is_sealed = False, True
@@ -145,10 +147,12 @@ class CommonModel:
     def _check_unchanged(self) -> None:
         edited = {table: indexes for table in self._tables if (indexes := table.edited())}
         if edited:
+            remedy = "or take a step() first"
+            if self.is_interrupted:
+                remedy = "and call synchronize() or step() again"
             raise EditRefused(
                 f"parameter {names_of(edited)} of '{self._name}' was changed since the last "
-                "step, and synchronize would give it the servers' value. Undo the change, or take "
-                "a step() first"
+                f"step, and synchronize would give it the servers' value. Undo the change, {remedy}"
             )
 
     def _pull_all(self) -> None:

@@ -240,6 +240,34 @@ def test_a_step_ends_a_synchronize_that_expired_before_all_had_called_it(
     assert (optimizer.clock, others.clock) == (2, 2)
 
 
+@pytest.mark.parametrize("consistency", ["bsp", "ssp:1"])
+@pytest.mark.parametrize("ends_by", ["synchronize", "step"])
+def test_a_change_after_a_synchronize_that_expired_is_not_overwritten_by_its_outer_step(
+    workers: list[ps.Client], consistency: str, ends_by: str
+) -> None:
+    """At a worker that has taken no inner step; it is no move of such a one either."""
+    outer, name = ps.Outer(SGD, 2, lr=1.0, momentum=0.0, nesterov=False), new_name()
+    made = together(workers, lambda client: zeroed(client, name, outer, consistency))
+    (model, optimizer), (_, other) = made
+    step_by_one(*made[1])
+    with pytest.raises(ps.WaitExpired, match=f"synchronize {name}"):
+        optimizer.synchronize(timeout_s=0.1)
+
+    def work(client: ps.Client) -> None:
+        if client.rank:
+            return other.synchronize()
+        model.weight.data.fill_(5.0)
+        with pytest.raises(ps.EditRefused, match="Undo the change, and call synchronize"):
+            step_by_one(model, optimizer) if ends_by == "step" else optimizer.synchronize()
+        assert model.weight.eq(5.0).all()
+        model.weight.data.zero_()
+        return optimizer.synchronize()
+
+    together(workers, work)
+    for each, _ in made:
+        assert each.weight.eq(-0.5 if consistency == "bsp" else -1.0).all()
+
+
 def test_parameters_that_are_changed_after_an_outer_step_are_taken_as_they_are(
     workers: list[ps.Client],
 ) -> None:
