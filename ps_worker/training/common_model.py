@@ -84,10 +84,8 @@ class CommonModel:
             if is_pulled and not has_moved:  # else a change counts as a move
                 self._check_unchanged()
             self._is_sealed = False
-            # Nobody waits at the barrier for a late joiner before its first step.
-            waits = outer is None or outer.waits_for_others
             self._least_clock = 0
-            self._is_due = has_moved and not (waits and self._client.collectives.takes_part)
+            self._is_due = has_moved and outer is not None and not outer.waits_for_others
             # After the first barrier no worker takes a step, until all have passed the second.
             self._left.append(f"synchronize {self._name}")
             self._left.extend([_PULL, f"synchronized {self._name}"] if is_pulled else [])
@@ -100,7 +98,8 @@ class CommonModel:
         try:
             while self._left:
                 if self._left[0] == _PULL:
-                    self._pull_all()
+                    if outer is None or not self._keeps_moves(outer):
+                        self._pull_all()
                 elif outer is not None and _PULL in self._left:
                     self._take_outer_step(outer, timeout_s)
                 else:
@@ -123,6 +122,12 @@ class CommonModel:
         except InvalidConfig:
             self._left.clear()
             raise
+
+    def _keeps_moves(self, outer: EarlyOuterStep) -> bool:
+        """True for a late joiner that has moved before its first outer step, which takes the moves:
+        nobody waits at the barrier for it, and it would wait in an early step for the others.
+        """
+        return outer.inner.have_moved and not self._client.collectives.takes_part
 
     def _take_outer_step(self, outer: EarlyOuterStep, timeout_s: float | None) -> None:
         """The first barrier, and before it one outer step of all workers, if any has moved."""

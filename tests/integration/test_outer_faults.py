@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from types import FrameType
 
@@ -107,6 +108,46 @@ def test_a_worker_killed_between_outer_steps_is_replaced() -> None:
             target.append(trainer.step_count + STEPS)
             assert is_same(go_on(trainer), other.result(DEADLINE_S))
             assert trainer.optimizer.clock == begun + STEPS // INNER_STEPS
+
+
+def test_a_late_joiner_that_has_moved_waits_for_nobody_in_synchronize() -> None:
+    """The others are in no call with it: what it has moved comes with its first outer step."""
+    outer = ps.Outer(SGD, inner_steps=2)
+    environment = {**PATIENCE, "PUSHPULL_MAX_WORKERS": "2"}
+    with (
+        lane_cluster(servers=1, workers=1, environment=environment) as cluster,
+        ExitStack() as stack,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        trainers: list[Trainer] = []
+
+        def join() -> Trainer:
+            client = stack.enter_context(ps.connect(cluster.address, request_deadline_s=10.0))
+            trainers.append(Trainer(client, "model", outer))
+            return trainers[-1]
+
+        first = join()
+        first.step()
+        joining = pool.submit(join)
+        tables = partial(map, first.client.tables.newest, first.client.tables.handles)
+        until(lambda: all(table.joins for table in tables()), "it joins")
+        while first.optimizer.clock < max(table.joins[-1].after_clock for table in tables()):
+            first.step()  # the last without it
+        late = joining.result(DEADLINE_S)
+        assert late.client.is_late_joiner
+        begun, moved = late.optimizer.clock, late.step()
+        late.optimizer.synchronize()
+        assert is_same(values_of(late.model), moved)
+
+        def train(client: ps.Client) -> Values:
+            trainer = trainers[client.rank]
+            while trainer.optimizer.clock == begun:
+                trainer.step()
+            trainer.optimizer.synchronize()
+            return values_of(trainer.model)
+
+        assert is_same(*together([trainer.client for trainer in trainers], train))
+        assert [trainer.optimizer.clock for trainer in trainers] == [begun + 1] * 2
 
 
 # --- Ctrl-C
