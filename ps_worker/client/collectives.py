@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from ps_core.collective_calls import Round, Share
-from ps_core.errors import InvalidConfig
+from ps_core.errors import InvalidConfig, PushpullError
 from ps_runtime.system.clock import now_s
 from ps_worker.checkpoint.save_points import SavePoints
 from ps_worker.client.connection import GRACE_S, ClientConnection
@@ -59,10 +59,8 @@ class CollectiveCalls:
             InvalidConfig: another worker has made another call, named by the message.
             NotPermitted: this is not a worker.
         """
-        with self._calling("barrier"):
-            if not self.takes_part:
-                return
-            self._enter("barrier" + f" '{name}'" * bool(name), None, timeout_s)
+        self.barrier_left_open(name, timeout_s=timeout_s)
+        self.close_call()
 
     def all_reduce(
         self, value: Any, op: str = "sum", *, name: str = "", timeout_s: float | None = None
@@ -95,6 +93,7 @@ class CollectiveCalls:
             given = reducible(value, op)
             words = words_of(f"all_reduce({op})", name, shape_words(given))
             ended, first = self._enter(words, (given, value), timeout_s)
+            self.close_call()
             all_given = [unpacked(share.payload) for share in ended.shares]
             return as_given(reduced(all_given, op), first)
 
@@ -111,12 +110,9 @@ class CollectiveCalls:
 
         Blocking, Raises: as `all_reduce`.
         """
-        from ps_worker.collectives.encoding import unpacked, words_of
-
-        with self._calling("gather"):
-            words = words_of("gather", name)
-            ended, _ = self._enter(words, (value, value), timeout_s)
-            return [unpacked(share.payload) for share in ended.shares]
+        found = self.gather_left_open(value, name=name, timeout_s=timeout_s)
+        self.close_call()
+        return found
 
     def broadcast(
         self, value: Any = None, src: int = 0, *, name: str = "", timeout_s: float | None = None
@@ -144,10 +140,33 @@ class CollectiveCalls:
             words = words_of(f"broadcast from rank {src}", name)
             given = (value, value) if self._engine.session.rank == src else None
             ended, _ = self._enter(words, given, timeout_s)
+            self.close_call()
             for share in ended.shares:
                 if share.rank == src:
                     return unpacked(share.payload)
             raise InvalidConfig(f"{words}: no worker of that rank is here; it has left or is gone")
+
+    # --- calls whose end the caller notes before it closes them
+
+    def barrier_left_open(self, name: str, *, timeout_s: float | None) -> None:
+        """As `barrier`; until `close_call` the same call returns at once."""
+        with self._calling("barrier"):
+            if self.takes_part:
+                self._enter("barrier" + f" '{name}'" * bool(name), None, timeout_s)
+
+    def gather_left_open(self, value: Any, *, name: str, timeout_s: float | None) -> list[Any]:
+        """As `gather`; until `close_call` the same call returns the same result at once."""
+        from ps_worker.collectives.encoding import unpacked, words_of
+
+        with self._calling("gather"):
+            ended, _ = self._enter(words_of("gather", name), (value, value), timeout_s)
+            return [unpacked(share.payload) for share in ended.shares]
+
+    def close_call(self) -> None:
+        """The caller has the result of the call that was left open."""
+        self._open_call = None
+
+    # --- one call
 
     @contextmanager
     def _calling(self, verb: str) -> Iterator[None]:
@@ -166,7 +185,8 @@ class CollectiveCalls:
         self, words: str, given: tuple[Any, Any] | None, timeout_s: float | None
     ) -> tuple[Round, Any]:
         """The ended round of the call that `words` describe, and the script's value when it was
-        first made; `given` has the value to send and the script's, or is None.
+        first made; `given` has the value to send and the script's, or is None. The call stays
+        open.
         """
         from ps_worker.collectives.encoding import check_agreement, packed
 
@@ -196,6 +216,9 @@ class CollectiveCalls:
             ended = self._connection.result(entering, max(end_s - now_s(), 0.0))
         finally:
             entering.cancel()
-        self._open_call = None
-        check_agreement(ended)
+        try:
+            check_agreement(ended)
+        except PushpullError:
+            self.close_call()
+            raise
         return ended, call.given

@@ -100,12 +100,16 @@ class CommonModel:
                 if self._left[0] == _PULL:
                     if outer is None or not self._keeps_moves(outer):
                         self._pull_all()
+                    self._left.popleft()
                 elif outer is not None and _PULL in self._left:
                     self._take_outer_step(outer, timeout_s)
                 else:
+                    calls = self._client.collectives
                     with self._meeting():
-                        self._client.barrier(self._left[0], timeout_s=timeout_s)
-                self._left.popleft()
+                        calls.barrier_left_open(self._left[0], timeout_s=timeout_s)
+                    with uninterrupted():
+                        calls.close_call()
+                        self._left.popleft()
         except BaseException:
             if _PULL in self._left:
                 parts: list[TrainedTable | BufferTable] = [*self._tables, *self._buffers]
@@ -131,6 +135,7 @@ class CommonModel:
 
     def _take_outer_step(self, outer: EarlyOuterStep, timeout_s: float | None) -> None:
         """The first barrier, and before it one outer step of all workers, if any has moved."""
+        calls = self._client.collectives
         while True:
             if self._is_due:
                 if not outer.inner.have_moved:  # else a change counts as a move
@@ -139,15 +144,19 @@ class CommonModel:
                     outer.seal(self._least_clock)
                     self._is_due, self._is_sealed = False, True
             outer.end()
-            if not self._client.collectives.takes_part:
+            if not calls.takes_part:
+                self._left.popleft()
                 return
-            has_moved = outer.inner.have_moved and not self._is_sealed
-            given = (has_moved, outer.least_clock)
+            given = (outer.inner.have_moved and not self._is_sealed, outer.least_clock)
             with self._meeting():
-                found = self._client.gather(given, name=self._left[0], timeout_s=timeout_s)
-            if not any(moved for moved, _ in found):
-                return
-            self._is_due, self._least_clock = True, max(clock for _, clock in found)
+                found = calls.gather_left_open(given, name=self._left[0], timeout_s=timeout_s)
+            with uninterrupted():
+                calls.close_call()
+                self._is_due = any(moved for moved, _ in found)
+                self._least_clock = max(clock for _, clock in found)
+                if not self._is_due:
+                    self._left.popleft()
+                    return
 
     def _check_unchanged(self) -> None:
         edited = {table: indexes for table in self._tables if (indexes := table.edited())}

@@ -265,6 +265,7 @@ class TrainedModel:
         self.outer_steps.choose(self.clock, is_whole=True)
         scale = StepScale(skip=not (is_bsp or self.inner_steps.have_moved))
         self._sealed = self._seal(self._groups, scale, None)
+        self._sealed.has_gradients = self._is_hooked
 
     def _wait_pending(self) -> None:
         for part in self._parts:
@@ -463,6 +464,7 @@ class TrainedModel:
                 self._sealed = self._seal(groups, scale, before)
             elif self._sealed is not None:
                 self._sealed.has_gradients = False  # the inner step has taken them
+            self._is_hooked = False
             self.group.sealed()
             if meanwhile is not None:
                 meanwhile()
@@ -660,7 +662,6 @@ class TrainedModel:
         sealed = _SealedStep(tickets, scaling, skip, problem)
         if not self.aggregates and (self.are_replayed or not self._is_hooked):
             sealed.marks = self._marks()
-        self._is_hooked = False
         return sealed
 
     def _push_rest(self, awake: Mapping[TrainedTable, Hyperparameters]) -> str:

@@ -154,13 +154,17 @@ def test_a_late_joiner_that_has_moved_waits_for_nobody_in_synchronize() -> None:
 
 
 @contextmanager
-def ctrl_c_after(function: str) -> Iterator[None]:
-    """Ctrl-C comes at the moment when this thread returns from a function of that name."""
+def ctrl_c_after(function: str, times: int = 1) -> Iterator[None]:
+    """Ctrl-C comes when this thread returns from a function of that name, so manieth."""
+    left = times
 
     def look(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left
         if event == "return" and frame.f_code.co_name == function:
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGINT)
+            left -= 1
+            if not left:
+                sys.setprofile(None)
+                signal.raise_signal(signal.SIGINT)
 
     sys.setprofile(look)
     try:
@@ -190,3 +194,42 @@ def test_an_inner_step_that_is_refused_at_the_moment_of_ctrl_c_is_told_by_the_ne
             trainer.optimizer.step()
         assert trainer.optimizer.clock == 1
         trainer.step()
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_ctrl_c_at_the_end_of_a_call_of_synchronize_loses_no_agreement(times: int) -> None:
+    """The call that says that another worker has moved, the one that says that all have taken the
+    outer step, and the last barrier: the others do not make it again.
+    """
+    with ps.local_cluster(servers=1, workers=WORKERS) as cluster, ExitStack() as stack:
+        clients = [stack.enter_context(ps.connect(cluster.address, rank=r)) for r in range(WORKERS)]
+        trainers = together(clients, lambda client: Trainer(client, "model", adamw()))
+        trainers[1].step()
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(trainers[1].optimizer.synchronize, 10.0)
+            with pytest.raises(KeyboardInterrupt), ctrl_c_after("_enter", times):
+                trainers[0].optimizer.synchronize(10.0)
+            trainers[0].optimizer.synchronize(10.0)
+            other.result()
+        assert [trainer.optimizer.clock for trainer in trainers] == [1, 1]
+        assert is_same(*(values_of(trainer.model) for trainer in trainers))
+
+
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_ctrl_c_when_synchronize_has_sealed_leaves_the_gradients_to_the_next_step(
+    has_gradients: bool,
+) -> None:
+    """A backward pass had run before it; else the next step only ends it."""
+    with ps.local_cluster(servers=1, workers=1) as cluster, ps.connect(cluster.address) as client:
+        trainer = Trainer(client, "model", adamw())
+        trainer.step()
+        if has_gradients:
+            trainer.optimizer.zero_grad()
+            trainer.model.loss(0, 1).backward()
+        with pytest.raises(KeyboardInterrupt), ctrl_c_after("_seal_early"):
+            trainer.optimizer.synchronize()
+        trainer.optimizer.step()
+        assert trainer.optimizer.clock == 1
+        assert trainer.optimizer.trained_model.inner_steps.taken == has_gradients
+        trainer.optimizer.synchronize()
+        assert trainer.optimizer.clock == 1 + has_gradients
