@@ -186,28 +186,26 @@ def test_synchronize_ends_where_only_one_worker_has_moved(
 
 
 @pytest.mark.parametrize(
-    ("consistency", "later", "after_clock", "steps", "weight", "clock"),
+    ("settings", "after_clock", "steps", "expected"),
     [
-        ("bsp", "asp", 4, (1, 0), -0.5, 1),
-        ("asp", "bsp", 4, (7, 1), -8.0, 4),
-        ("ssp:1", "bsp", 3, (5, 3), -8.0, 3),
+        (("bsp", "asp"), 4, (1, 0), (-0.5, 1)),
+        (("asp", "bsp"), 4, (7, 1), (-8.0, 4)),
+        (("ssp:1", "bsp"), 3, (5, 3), (-8.0, 3)),
     ],
 )
 def test_synchronize_ends_before_a_change_of_consistency_takes_effect(
     workers: list[ps.Client],
-    consistency: str,
-    later: str,
+    settings: tuple[str, str],
     after_clock: int,
     steps: tuple[int, int],
-    weight: float,
-    clock: int,
+    expected: tuple[float, int],
 ) -> None:
     """Its outer step is one of the setting before, or the last of them, which all take together."""
     outer = ps.Outer(SGD, 2, lr=1.0, momentum=0.0, nesterov=False)
 
     def work(client: ps.Client, name: str) -> tuple[float, int]:
-        model, optimizer = zeroed(client, name, outer, consistency)
-        assert optimizer.set_consistency(later, after_clock=after_clock) == after_clock
+        model, optimizer = zeroed(client, name, outer, settings[0])
+        assert optimizer.set_consistency(settings[1], after_clock=after_clock) == after_clock
         for _ in range(steps[client.rank]):
             step_by_one(model, optimizer)
         optimizer.synchronize(timeout_s=10.0)
@@ -216,7 +214,7 @@ def test_synchronize_ends_before_a_change_of_consistency_takes_effect(
             step_by_one(model, optimizer)
         return found
 
-    assert together(workers, partial(work, name=new_name())) == [(weight, clock)] * WORKERS
+    assert together(workers, partial(work, name=new_name())) == [expected] * WORKERS
 
 
 def test_a_step_ends_a_synchronize_that_expired_before_all_had_called_it(
@@ -255,13 +253,14 @@ def test_a_change_after_a_synchronize_that_expired_is_not_overwritten_by_its_out
 
     def work(client: ps.Client) -> None:
         if client.rank:
-            return other.synchronize()
+            other.synchronize()
+            return
         model.weight.data.fill_(5.0)
         with pytest.raises(ps.EditRefused, match="Undo the change, and call synchronize"):
             step_by_one(model, optimizer) if ends_by == "step" else optimizer.synchronize()
         assert model.weight.eq(5.0).all()
         model.weight.data.zero_()
-        return optimizer.synchronize()
+        optimizer.synchronize()
 
     together(workers, work)
     for each, _ in made:
@@ -545,7 +544,8 @@ def test_a_synchronize_whose_outer_step_has_a_nan_says_so_once(
 
     def work(client: ps.Client) -> None:
         if client.rank == 0:
-            return other.optimizer.synchronize()
+            other.optimizer.synchronize()
+            return
         try:
             if ends_by == "step":  # with gradients of 0
                 bad.optimizer.zero_grad()
@@ -555,7 +555,6 @@ def test_a_synchronize_whose_outer_step_has_a_nan_says_so_once(
                 bad.optimizer.synchronize()
         except ps.InvalidTensor as error:
             told.append(error.message)
-        return None
 
     together(workers, work)
     assert len(told) == 1
