@@ -701,9 +701,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with uninterrupted():
                 for table in given:
                     table.begin_assign()
-            for table in tables:
-                if table not in given and table not in own:
-                    table.begin_pull()
+            for table in (t for t in tables if t not in given and t not in own):
+                table.begin_pull()
             for table in tables:
                 table.finish()
             for table in given:

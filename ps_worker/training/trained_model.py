@@ -111,6 +111,7 @@ class TrainedModel:
         adds: the worker pushes its local optimizer's updates (`Add`).
         outer: the optimizer, if it is `Outer`.
         are_replayed: a CUDA graph, whose replays call no hooks, makes gradients.
+        is_reducing: True while workers reduce gradients by themselves; the owner sets it.
         awaited: the values that the last step did not wait for (`overlap_pull`); the owner sets it.
     """
 
@@ -132,6 +133,7 @@ class TrainedModel:
         self.outer_steps = OuterSteps(self.outer, self.tables)
         self.inner_steps = self.outer_steps.inner
         self.are_replayed = False
+        self.is_reducing: Callable[[], bool] = lambda: self.group.has_begun
         self.awaited = AwaitedParameters(None)
         self._client = client
         self._optimizer = optimizer
@@ -310,7 +312,7 @@ class TrainedModel:
                 "a backward pass in eager mode, whose blocks are applied on arrival, before a "
                 "synchronize() that was interrupted has ended; call synchronize() until it returns"
             )
-        if self.group.has_begun or (self.aggregates and self._sealed is not None):
+        if self.is_reducing() or (self.aggregates and self._sealed is not None):
             raise InvalidConfig(
                 "a backward pass before the last step has ended, which will write the reduced "
                 "gradients; call step() or zero_grad() until it returns"

@@ -163,6 +163,31 @@ def test_a_step_that_is_interrupted_at_its_seal_is_whole_before_the_next_backwar
         torch.testing.assert_close(head.bias.detach(), expected)
 
 
+def test_a_backward_pass_before_an_interrupted_step_has_ended_is_refused() -> None:
+    """The workers' mean would be written over its gradients."""
+    with ps.local_cluster(servers=1, workers=1) as cluster, ps.connect(cluster.address) as client:
+        rows = ps.Embedding(client, "rows", 4, optimizer=ps.SGD(lr=0.1))
+        head = torch.nn.Linear(4, 1)
+        model = torch.nn.Sequential(rows, head)
+        optimizer = ps.HybridOptimizer(client, model, torch.optim.SGD(head.parameters(), lr=0.1))
+        rows.hyperparameters["lr"] = rate = InterruptingRate(0.1)
+        rate.left = 1  # when rows are pushed ahead
+        expected = head.bias.detach().clone()
+        model(torch.arange(3)).sum().backward()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        with pytest.raises(
+            ps.InvalidConfig, match="before the last step has ended"
+        ):
+            (10.0 * model(torch.arange(3)).sum()).backward()
+        optimizer.zero_grad()
+        assert optimizer.clock == 1
+        (10.0 * model(torch.arange(3)).sum()).backward()
+        optimizer.step()
+        assert optimizer.clock == 2
+        torch.testing.assert_close(head.bias.detach(), expected - 0.1 * 3 - 0.1 * 30)
+
+
 SCRIPT = """
 import signal, os, sys
 import torch

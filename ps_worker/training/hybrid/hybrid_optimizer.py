@@ -143,6 +143,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         if self._elsewhere:
             self._peers.end_waits_of_torch()
         self._open: _OpenStep | None = None
+        self.servers.trained_model.is_reducing = self._is_reducing
         self._is_made = False
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
         self._share()
@@ -291,7 +292,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 workers have other learning rates, for instance: all have skipped the step.
             WorkerLost: another worker has ended, and so has this run.
             WaitExpired: a worker or a server is late. The next call, or `zero_grad`, ends the step;
-                likewise after Ctrl-C.
+                likewise after Ctrl-C. A backward pass before that is refused.
             PushpullError: as `DistributedOptimizer.step`. The workers' half has been taken then.
         """
         if self._open is not None:
@@ -397,6 +398,9 @@ class HybridOptimizer(torch.optim.Optimizer):
                     self._open = None
                 if not opened.scale.skip:
                     self._local.step()
+
+    def _is_reducing(self) -> bool:
+        return self._open is not None and not self._open.is_taken
 
     def _settings(self) -> str:
         """The hyperparameters of the workers' half, in words."""
