@@ -119,8 +119,16 @@ class RangeLog:
     def committed(self) -> int:
         """Number up to which enough in-sync backups, and the update log, have all records."""
         acked = min(self._acked.values(), default=self.number)
-        held = self.released if self.is_short else acked
+        held = self._before_held_records if self.is_short else acked
         return held if self._written is None else min(held, self._written)
+
+    @property
+    def _before_held_records(self) -> int:
+        """Number before the first record that is held. It may be above `released`: what came, or
+        was decided, without a record has a number too.
+        """
+        held = (e.record.number for e in self._entries if e.record is not None)
+        return next(held, self.number + 1) - 1
 
     @property
     def is_short(self) -> bool:

@@ -185,6 +185,25 @@ def test_too_few_servers_answer_no_read_of_values_that_the_update_log_lacks() ->
     assert log.release(0.2) == ["a read of other values"]
 
 
+def test_reads_before_and_after_a_snapshot_for_the_update_log_are_answered_by_too_few() -> None:
+    """Nothing of them waits for another server: the first read has told facts without a record, so
+    the snapshot has a number of its own.
+    """
+    log = RangeLog(RANGE, EPOCH, (), LEASE_S, number=4, min_in_sync=2)
+    log.keep_log(-1)
+    log.decide_alone()
+    log.follow(["a read"])
+    number = log.begin_snapshot()
+    log.begin_logged_snapshot()
+    log.follow(["a read meanwhile"])
+    log.written(number)
+    log.follow(["a read after it"])
+    assert log.release(0.1) == ["a read", "a read meanwhile", "a read after it"]
+    log.decide(TABLE, delta(), (), ["held"])
+    log.written(number + 1)
+    assert log.release(0.2) == []
+
+
 def test_a_copy_with_what_nobody_was_told_has_a_number_of_its_own_while_others_wait() -> None:
     """What waits is not done by it, and who has the records alone does not have what was seen."""
     log = RangeLog(RANGE, EPOCH, (), LEASE_S, min_in_sync=2)
