@@ -5,6 +5,8 @@
 Rules:
     - `on_written` is called when the system has a record; with `is_synced` when the disk has it.
     - A log whose write failed has failed: nothing counts as written after that.
+    - The header of a writer's first segment is synced, whatever the setting: it shows after a power
+      cut that something followed, even if nothing else of that is left.
     - Written bytes go to the disk, and out of the system's memory, window by window.
     - The thread also removes old segments, so that a slow disk holds up no loop.
 
@@ -243,6 +245,7 @@ class _Writer(threading.Thread):
         return written
 
     def _begin(self, segment: _NextSegment) -> None:
+        is_first = self._descriptor is None
         if self._descriptor is not None:
             if self._is_synced:
                 self._disk.sync(self._descriptor)
@@ -253,7 +256,7 @@ class _Writer(threading.Thread):
         self._segment, self._offset, self._behind = segment.number, len(MAGIC), WriteBehind()
         for item in segment.first:
             self._put(item)
-        if self._is_synced:
+        if self._is_synced or is_first:
             self._disk.sync(self._descriptor)
             self._disk.sync_directory(self._directory.path)
 

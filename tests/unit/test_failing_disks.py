@@ -8,12 +8,15 @@ import asyncio
 import errno
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ps_core.cluster_view import Role, Session
 from ps_core.errors import InvalidCheckpoint, InvalidUpdateLog
+from ps_core.keys import Incarnation, NodeId, RangeId
 from ps_runtime.checkpoint.part_file import StoredWorker
 from ps_runtime.checkpoint.part_writer import (
     PartWriter,
@@ -25,9 +28,18 @@ from ps_runtime.system.disk import DISK, Payload
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.stores import Shards
 from ps_server.update_log.directory import LogDirectory, segments_in
+from ps_server.update_log.format import FrameKind
 from ps_server.update_log.recovery import read_log
+from ps_server.update_log.writer import LogItem, LogSetting
 from tests.file_limits import no_file_above
-from tests.unit.logged_server import KERNELS, LoggedServer, Setting, recovered
+from tests.unit.logged_server import (
+    KERNELS,
+    RANGES,
+    TIMELINE,
+    LoggedServer,
+    Setting,
+    recovered,
+)
 from tests.unit.power_cut import RecordingDisk, restart_after
 
 
@@ -101,6 +113,33 @@ def test_a_log_that_was_not_synced_is_gone_on_with_and_the_power_goes(
         found = recovered(left / "log")
         assert all(found.has(*each) for each in answered), survival
         assert not list(left.rglob("*.damaged"))
+
+
+@pytest.mark.parametrize("timeline", [TIMELINE, b"n" * 16])
+def test_an_unsynced_end_that_is_lost_whole_is_missed(tmp_path: Path, timeline: bytes) -> None:
+    """The power cut leaves nothing of its updates behind segments that were synced, of this run or
+    of one before: the log is not taken for a whole one.
+    """
+    path, disk = tmp_path / "log", RecordingDisk()
+    session = Session("c", timeline, NodeId(2), Incarnation(102), Role.SERVER)
+
+    async def scene() -> bytes:
+        server = LoggedServer(path, 1, Setting(is_synced=True, disk=disk))
+        await server.push(1)
+        await server.end()
+        found = read_log(LogDirectory(path, disk), Shards(SharedLanes(), {}), KERNELS)
+        assert found.is_claimed
+        log = replace(found, boot_id="another").begin(session, RANGES, LogSetting(1_000_000))
+        log.append(LogItem(FrameKind.BEGIN, ((b"",),), RangeId(0)))
+        await log.close()
+        return found.directory.log_id
+
+    former_id = asyncio.run(scene())
+    left = tmp_path / "after"
+    restart_after(disk.operations, tmp_path, 0, 0.0, left)
+    found = recovered(left / "log").recovered_log
+    assert not found.is_claimed
+    assert found.directory.log_id != former_id
 
 
 def test_a_log_that_cannot_be_read_now_is_left_as_it_is(tmp_path: Path) -> None:
