@@ -125,6 +125,15 @@ class LogDirectory:
         with self._synced(self.disk.reopen(self.segment(number))) as descriptor:
             self.disk.truncate(descriptor, size_bytes)
 
+    def sync(self, number: int) -> None:
+        """Have a segment on the disk, as the system has it.
+
+        Blocking: until the disk has it.
+        """
+        with self._synced(self.disk.reopen(self.segment(number))):
+            pass
+        self.disk.sync_directory(self.path)
+
     def make_durable(self, number: int, content: memoryview, begin: int) -> None:
         """Have a segment on the disk, with this content and nothing behind it.
 

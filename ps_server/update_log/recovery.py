@@ -5,6 +5,8 @@
 Rules:
     - A server claims ranges of the newest timeline only, and only from a log that outlived whatever
       befell its writer.
+    - Segments of older timelines are not judged: nothing of theirs is claimed. One without sync is
+      whole once a synced one follows it in the same boot: whoever wrote that had synced it.
     - A claim says too that nobody has seen anything of the ranges that it does not name. So a log
       claims all of its ranges or none, and one that may have lost frames claims none, ever: its
       server writes another log, under another id. A log that is not synced may have lost frames
@@ -18,6 +20,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,7 +36,8 @@ from ps_server.update_log.reader import FORMAT_VERSION, LogContents, RangeStart,
 from ps_server.update_log.recovered_ranges import replayed
 from ps_server.update_log.segments import LogSegments
 from ps_server.update_log.writer import LogSetting, UpdateLog
-from pushpull.v1 import scheduler_pb2, update_log_pb2
+from pushpull.v1 import scheduler_pb2
+from pushpull.v1.update_log_pb2 import UpdateLogHeader
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ class RecoveredLog:
         is_claimed: False if the log claims nothing.
         withheld: ranges that the directory has, and this server may not go on with.
         kept_to: the newest segment of these ranges; 0 if there are none.
+        unsynced: segments of this log that the disk may not have.
     """
 
     directory: LogDirectory
@@ -60,6 +65,7 @@ class RecoveredLog:
     is_claimed: bool = False
     withheld: frozenset[RangeId] = frozenset()
     kept_to: int = 0
+    unsynced: tuple[int, ...] = ()
 
     def claim(self) -> scheduler_pb2.UpdateLogClaim:
         timeline = self.timeline if self.is_claimed else b""
@@ -79,7 +85,7 @@ class RecoveredLog:
 
     def begin(self, session: Session, range_count: int, setting: LogSetting) -> UpdateLog:
         """Write on, as the server that has registered."""
-        header = update_log_pb2.UpdateLogHeader(
+        header = UpdateLogHeader(
             format_version=FORMAT_VERSION,
             log_id=self.directory.log_id,
             cluster_id=session.cluster_id,
@@ -94,7 +100,7 @@ class RecoveredLog:
         segments = LogSegments(
             setting.bound_bytes, self.sizes, self.segments, self.withheld, self.kept_to
         )
-        return UpdateLog(self.directory, header, setting, segments)
+        return UpdateLog(self.directory, header, setting, segments, self.unsynced)
 
 
 async def open_log(
@@ -162,6 +168,11 @@ def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> R
         newest = contents.newest
         if newest is None:
             return nothing
+        unsynced = tuple(
+            number
+            for number, segment in contents.segments.items()
+            if segment.header.log_id == directory.log_id and not segment.header.is_synced
+        )
         replicas = replayed(replace(contents, starts=claim.starts), shards)
         if newest.header.is_synced:
             directory.make_durable(newest.number, newest.mapped[: newest.end], newest.last_group)
@@ -187,6 +198,7 @@ def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> R
         is_claimed=claim.is_claimed,
         withheld=frozenset(claim.withheld),
         kept_to=claim.kept_to,
+        unsynced=unsynced,
     )
     if not claim.is_claimed:
         return found
@@ -220,6 +232,19 @@ class Claimable:
     is_whole: bool = True
 
 
+def durable_segments(headers: Mapping[int, UpdateLogHeader], boot: str) -> set[int]:
+    """Segments of one log that have outlived whatever befell the machine."""
+    found = set()
+    synced_boots: set[str] = set()  # whoever began a synced segment synced all before it
+    for number in sorted(headers, reverse=True):
+        header = headers[number]
+        if header.is_synced:
+            synced_boots.add(header.boot_id)
+        if header.is_synced or header.boot_id in {boot, *synced_boots}:
+            found.add(number)
+    return found
+
+
 def claimable(
     contents: LogContents, log_id: bytes, boot: str, kernel_fingerprint: str
 ) -> Claimable:
@@ -233,10 +258,14 @@ def claimable(
         if newest is not None and headers[start.segment].timeline == newest.header.timeline
     }
     starts = {range_id: start for range_id, start in present.items() if start.segment in own}
-    # A segment without frames of ranges may have lost them.
-    is_whole = bool(own) and all(
-        headers[number].is_synced or headers[number].boot_id == boot for number in own
-    )
+    # A segment without frames of ranges may have lost them. Other timelines claim nothing.
+    judged = [
+        number
+        for number in own
+        if newest is not None and headers[number].timeline == newest.header.timeline
+    ]
+    durable = durable_segments({number: headers[number] for number in own}, boot)
+    is_whole = bool(judged) and durable.issuperset(judged)
     by_others = [
         number
         for number in own

@@ -7,6 +7,7 @@ Rules:
     - A log whose write failed has failed: nothing counts as written after that.
     - The header of a writer's first segment is synced, whatever the setting: it shows after a power
       cut that something followed, even if nothing else of that is left.
+    - Before a synced log is written to, the disk has all that its last writers left unsynced.
     - Written bytes go to the disk, and out of the system's memory, window by window.
     - The thread also removes old segments, so that a slow disk holds up no loop.
 
@@ -76,13 +77,19 @@ class _NextSegment(NamedTuple):
     first: Sequence[LogItem]
 
 
+class _UnsyncedSegment(NamedTuple):
+    """A former writer, without sync, wrote this segment; what is written next is worth no more."""
+
+    number: int
+
+
 class _OldSegment(NamedTuple):
     """No range needs this segment."""
 
     number: int
 
 
-_Job = LogItem | _NextSegment | _OldSegment
+_Job = LogItem | _UnsyncedSegment | _NextSegment | _OldSegment
 
 
 class UpdateLog:
@@ -90,7 +97,7 @@ class UpdateLog:
 
     Args:
         header: of its segments; the segment's number is put in.
-        sizes: as for `LogSegments`, like `starts`.
+        unsynced: segments of the same log that the disk may not have.
 
     Attributes:
         on_written: called on the loop with what was written since the last call.
@@ -104,6 +111,7 @@ class UpdateLog:
         header: update_log_pb2.UpdateLogHeader,
         setting: LogSetting,
         segments: LogSegments,
+        unsynced: Sequence[int] = (),
     ) -> None:
         self.on_written: Callable[[Written], None] = _nothing
         self.failure: InvalidUpdateLog | None = None
@@ -115,6 +123,8 @@ class UpdateLog:
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._writer = _Writer(directory, setting.is_synced, self._queue, self._said)
+        for number in unsynced if setting.is_synced else ():
+            self._queue.put(_UnsyncedSegment(number))
         self._next_segment()
         self._writer.start()
 
@@ -229,6 +239,8 @@ class _Writer(threading.Thread):
         written = Written()
         for item in items:
             match item:
+                case _UnsyncedSegment(number):
+                    self._directory.sync(number)
                 case _NextSegment():
                     self._begin(item)
                 case _OldSegment(number):

@@ -40,7 +40,7 @@ from tests.unit.logged_server import (
     Setting,
     recovered,
 )
-from tests.unit.power_cut import RecordingDisk, restart_after
+from tests.unit.power_cut import Operation, RecordingDisk, restart_after
 
 
 class BrokenDisk(RecordingDisk):
@@ -140,6 +140,31 @@ def test_an_unsynced_end_that_is_lost_whole_is_missed(tmp_path: Path, timeline: 
     found = recovered(left / "log").recovered_log
     assert not found.is_claimed
     assert found.directory.log_id != former_id
+
+
+def test_what_was_written_without_sync_is_synced_before_what_follows_with_it(
+    tmp_path: Path,
+) -> None:
+    """A power cut at the synced header, and before snapshots follow it, takes nothing."""
+    path, disk, answered = tmp_path / "log", RecordingDisk(), list[tuple[int, int]]()
+
+    async def scene() -> None:
+        for number in (1, 2):
+            server = LoggedServer(path, number, Setting(disk=disk))
+            await server.push(number)
+            answered.extend(server.answered)
+            await server.end()
+        server = LoggedServer(path, 3, Setting(is_synced=True, disk=disk))
+        await server.end()
+
+    asyncio.run(scene())
+    header = Operation("sync", path / "00000003.log")
+    until = disk.operations.index(header) + 2  # with the directory
+    left = tmp_path / "after"
+    restart_after(disk.operations[:until], tmp_path, 0, 0.0, left)
+    found = recovered(left / "log")
+    assert answered
+    assert all(found.has(*each) for each in answered)
 
 
 def test_a_log_that_cannot_be_read_now_is_left_as_it_is(tmp_path: Path) -> None:

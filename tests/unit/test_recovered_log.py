@@ -93,6 +93,39 @@ def test_a_log_that_may_have_lost_frames_never_says_what_nobody_has_seen(tmp_pat
     assert claim_of(tmp_path) == (new, True, {LEFT})
 
 
+def test_a_synced_run_is_claimed_whatever_ran_there_before_without_sync(tmp_path: Path) -> None:
+    """After a power cut, which may have taken what is left of the run before."""
+    WrittenLog(tmp_path, timeline=b"o" * 16, boot="another").begin(Owner(RIGHT))
+    owner, log = Owner(LEFT), SyncedLog(tmp_path, boot="a third", after=1)
+    log.begin(owner)
+    log.record(owner.update(1))
+    assert claim_of(tmp_path) == (opened_id(tmp_path), True, {LEFT})
+
+
+def test_a_log_is_whole_if_it_became_synced_before_the_machine_was_started_again(
+    tmp_path: Path,
+) -> None:
+    """Whoever writes it with sync has synced what was written without."""
+    owner, log = Owner(LEFT), WrittenLog(tmp_path / "log", boot="another")
+    log.begin(owner)
+    log.record(owner.update(1))
+    log.is_synced = True
+    log.segment()
+    log.taken_over(owner)
+    log.record(owner.update(2))
+    log.is_synced = False
+    shutil.copytree(log.path, tmp_path / "unsynced again")
+    log_id = opened_id(log.path)
+    assert claim_of(log.path) == (log_id, True, {LEFT})
+    log.path = tmp_path / "unsynced again"
+    log.segment()
+    assert claim_of(log.path)[:2] != (log_id, True)
+    booted = WrittenLog(tmp_path / "booted", boot="another")
+    booted.begin(Owner(LEFT))
+    SyncedLog(booted.path, boot="a third", after=1).begin(Owner(RIGHT))
+    assert not claim_of(booted.path)[1], "it was too late to sync the first"
+
+
 def test_a_log_whose_segments_are_gone_is_another(tmp_path: Path) -> None:
     """Whatever has removed them. It is another once: until it has a segment nobody has seen it."""
     log = WrittenLog(tmp_path, boot=boot_id())
