@@ -163,8 +163,11 @@ def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> R
             directory.disk.remove(directory.segment(number))
             del sizes[number]
         claim = claimable(contents, directory.log_id, boot, kernel_fingerprint)
-        if not (claim.is_whole or directory.is_new):
+        is_another = not (claim.is_whole or directory.is_new)
+        if is_another:
             directory.renew()
+        if is_another or claim.withheld:
+            _warn_of(claim)
         newest = contents.newest
         if newest is None:
             return nothing
@@ -184,14 +187,6 @@ def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> R
             shards.remove(range_id)
         directory.set_aside()
         return replace(nothing, sizes={})
-    if claim.withheld:
-        logs.warning(
-            "update_log_not_claimed",
-            ranges=len(claim.withheld),
-            reason="it is of another boot and was not synced, or other kernels wrote it",
-            remedy="its segments stay until other servers are seen to have its ranges; start with "
-            "the torch and the processor that wrote it, or restore a checkpoint and remove them",
-        )
     found = replace(
         nothing,
         timeline=newest.header.timeline,
@@ -211,6 +206,19 @@ def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> R
     )
     segments = {range_id: start.segment for range_id, start in claim.starts.items()}
     return replace(found, replicas=replicas, segments=segments)
+
+
+def _warn_of(claim: Claimable) -> None:
+    if claim.is_whole and not claim.is_claimed:
+        reason = "other kernels wrote it"
+        remedy = "start with the torch and the processor that wrote it, or restore a checkpoint"
+    else:
+        reason = (
+            "it may have lost frames: it has no segment, or was not synced before the machine was "
+            "started again. What the server writes now is another log"
+        )
+        remedy = "nothing, if other servers go on with its ranges; else restore a checkpoint"
+    logs.warning("update_log_not_claimed", ranges=len(claim.withheld), reason=reason, remedy=remedy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from ps_core.cluster_view import Role, Session
 from ps_core.keys import Incarnation, NodeId
@@ -91,6 +94,39 @@ def test_a_log_that_may_have_lost_frames_never_says_what_nobody_has_seen(tmp_pat
     owner = Owner(LEFT)
     log.begin(owner)
     assert claim_of(tmp_path) == (new, True, {LEFT})
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty file", "no frames", "a range"])
+def test_a_log_that_becomes_another_says_so(
+    tmp_path: Path, left: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its ranges may be nowhere else: nobody else says what became of them."""
+    log = WrittenLog(tmp_path, boot="another")
+    if left == "nothing":
+        log.newest.unlink()
+    elif left == "an empty file":
+        log.newest.write_bytes(b"")
+    elif left == "a range":
+        log.begin(Owner(LEFT))
+    assert warned(tmp_path, caplog).endswith('else restore a checkpoint"')
+
+
+def test_a_log_by_other_kernels_says_who_can_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = WrittenLog(tmp_path, boot=boot_id())
+    log.begin(Owner(LEFT))
+    assert not caplog.records
+    assert "start with the torch" in warned(tmp_path, caplog, "others")
+
+
+def warned(path: Path, caplog: pytest.LogCaptureFixture, kernels: str = "") -> str:
+    """What a server that starts says of what it does not claim; a line."""
+    with caplog.at_level(logging.WARNING, "pushpull"):
+        opened(path, kernels)
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert "update_log_not_claimed" in line
+    return line
 
 
 def test_a_synced_run_is_claimed_whatever_ran_there_before_without_sync(tmp_path: Path) -> None:
