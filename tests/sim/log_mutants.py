@@ -44,6 +44,15 @@ LOG_MUTANTS = (
         _LOGS,
     ),
     Mutant(
+        "reads of too few servers do not wait for the log",
+        "S13",
+        _LOG,
+        "        return held if self._written is None else min(held, self._written)",
+        "        is_read = self._written is None or self.is_short\n"
+        "        return held if is_read else min(held, self._written or 0)",
+        _LOGS,
+    ),
+    Mutant(
         "with a log nobody waits for anything",
         "S13",
         _LOG,

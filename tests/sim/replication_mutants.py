@@ -131,9 +131,9 @@ REPLICATION_MUTANTS = (
         "who joins does not count before it is configured",
         "S8",
         _LOG,
-        "        held = min(self._acked.values(), default=self.number)",
+        "        acked = min(self._acked.values(), default=self.number)",
         "        configured = list(self._acked.values())[: self._configured_count]\n"
-        "        held = min(configured, default=self.number)",
+        "        acked = min(configured, default=self.number)",
         _FAILOVER,
     ),
     Mutant(
