@@ -374,9 +374,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._model
 
     def step_scaled(self, scale: StepScale, meanwhile: Callable[[], object] | None = None) -> None:
-        """As `step`, with the scale of the gradients given; `meanwhile` is called before the wait
-        for its end. The caller has reached a save point.
-        """
+        """As `step`, from a save point and with this scale; calls `meanwhile` before it waits."""
         self._hook_trainable()
         self._model.step(self.param_groups, scale, meanwhile=meanwhile)
 
@@ -387,6 +385,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             WaitExpired: it has not.
+            InvalidTensor: a gradient of that step was not finite, and no other call has said so.
         """
         if self._is_made:
             self._model.end_step(awaits_values=False)
@@ -399,6 +398,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             table.discard()
         for rows in self._rows:
             rows.discard()
+        self._model.tell()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch; the group gets tables of its own, which start from rank 0's values.

@@ -230,7 +230,7 @@ class TrainedModel:
 
     def synchronize(self, groups: Groups, timeout_s: float | None) -> None:
         """As `DistributedOptimizer.synchronize`; resumes a call that was interrupted."""
-        self._end_untold()
+        self.end_overlapped()
         self.end_step()
         if not self._common.is_interrupted:
             self._wait_pending()
@@ -243,7 +243,7 @@ class TrainedModel:
                 )
         self._groups = groups
         self._common.meet(timeout_s, is_pulled=not self.aggregates, outer=self._early_outer_step())
-        self._tell()
+        self.tell()
 
     def _early_outer_step(self) -> EarlyOuterStep | None:
         if self.outer is None:
@@ -252,7 +252,7 @@ class TrainedModel:
         after = self._settings.ahead(2, self.awake_handles())  # of what the outer step pulls
         waits = any(setting.mode is not Mode.ASP for setting in (*settings, *after))
         least = max((least_clock(setting, self.clock) for setting in after), default=0)
-        return EarlyOuterStep(self.inner_steps, waits, least, self._seal_early, self._end_untold)
+        return EarlyOuterStep(self.inner_steps, waits, least, self._seal_early, self.end_overlapped)
 
     def _seal_early(self, least: int) -> None:
         """OUTER: seal an outer step of all blocks now, from clock `least` on at the earliest. A
@@ -321,8 +321,8 @@ class TrainedModel:
             self._sealed.has_gradients = True
 
     def end_step(self, *, awaits_values: bool = True) -> None:
-        """End a step whose end no call has seen; blocks and raises as `step`, but not again for a
-        gradient that was not finite. Then wait for values that are awaited, unless told not to.
+        """End a step whose end no call has seen; blocks and raises as `step`, but for a gradient
+        that was not finite: `tell` does. Then wait for values that are awaited, unless told not to.
         """
         if self.group.has_begun:
             self.results = self._step(self._groups, StepScale())
@@ -340,15 +340,9 @@ class TrainedModel:
         values wait for their merge.
         """
         if self._sealed is not None:
-            self._sealed.problem = ""
-            self._end_untold()
-
-    def _end_untold(self) -> None:
-        """As `end_overlapped`; `_tell` raises for a gradient that was not finite."""
-        if self._sealed is not None:
             self.results = self._end(self._sealed)
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
         """InvalidTensor if a step was refused, and no call has said so."""
         if untold := self._untold:
             self._untold = ""
@@ -389,7 +383,7 @@ class TrainedModel:
             self.results = self._step(groups, scale, meanwhile=meanwhile)
         else:
             self.results = self._end(sealed)
-            self._tell()
+            self.tell()
         if closure is None:
             return
         for _ in range(self.options.recompute):
@@ -477,7 +471,7 @@ class TrainedModel:
             ended = {}
         else:
             ended = self._end(self._sealed)
-        self._tell()
+        self.tell()
         return ended
 
     def _take_inner_step(self, groups: Groups, scale: StepScale) -> None:
@@ -718,10 +712,10 @@ class TrainedModel:
                 self._ended_edit(sealed)
             else:
                 self._times.ended()
+                self._untold = skipped_step(sealed.problem) or self._untold
         self._end_refused(sealed)
         if sealed.scaling is not None and sealed.scaling.norm is not None:
             self.gradient_norm = sealed.scaling.norm
-        self._untold = skipped_step(sealed.problem) or self._untold
         ended = {} if sealed.is_skipped or sealed.is_edit else sealed.tickets
         return {table: ticket.future.result() for table, ticket in ended.items()}
 

@@ -176,9 +176,7 @@ def test_a_backward_pass_before_an_interrupted_step_has_ended_is_refused() -> No
         model(torch.arange(3)).sum().backward()
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
-        with pytest.raises(
-            ps.InvalidConfig, match="before the last step has ended"
-        ):
+        with pytest.raises(ps.InvalidConfig, match="before the last step has ended"):
             (10.0 * model(torch.arange(3)).sum()).backward()
         optimizer.zero_grad()
         assert optimizer.clock == 1

@@ -172,6 +172,44 @@ def test_a_wait_that_expired_goes_on_with_the_next_step(
         assert differing(values(models[0]), values(models[1])) == []
 
 
+@pytest.mark.parametrize("next_call", ["zero_grad", "step", "other gradients", "state_dict"])
+def test_a_step_that_was_refused_is_told_of_also_after_a_wait_that_expired(
+    two: tuple[ps.Client, ps.Client], next_call: str
+) -> None:
+    """Whichever call ends it: one of the next raises what `step` would have."""
+    (x,) = batches(1)
+    name, models = f"refused {next_call}", [seeded(Branched), seeded(Branched)]
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(optimizer_for, two[1], models[1], name=name)
+        first, second = optimizer_for(two[0], models[0], name=name), other.result()
+        (models[0](x).sum() * float("nan")).backward()
+        with pytest.raises(ps.WaitExpired, match="worker 1"):
+            first.step()
+
+        def catch_up() -> None:
+            for _ in range(2):
+                second.zero_grad()
+                models[1](x).sum().backward()
+                second.step()
+
+        catching_up = thread.submit(catch_up)
+        before = values(models[0])
+        if next_call == "state_dict":
+            ended(first.state_dict)
+        if next_call == "other gradients":
+            for parameter in models[0].parameters():
+                parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(ps.InvalidTensor, match="The step was skipped on every server"):
+            ended(first.zero_grad if next_call in ("zero_grad", "state_dict") else first.step)
+        first.zero_grad()
+        if first.clock == 1:
+            models[0](x).sum().backward()
+            ended(first.step)
+        catching_up.result()
+        assert differing(values(models[0]), values(models[1])) == []
+        assert differing(before, values(models[0])) != []
+
+
 KINDS: dict[str, Callable[[], ServerOptimizer]] = {
     "server": lambda: ps.SGD(lr=0.1),
     "aggregate": lambda: ps.Aggregate(partial(torch.optim.SGD, lr=0.1)),
