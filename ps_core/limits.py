@@ -121,6 +121,10 @@ VIEW_RESERVED_BYTES = 256 * 1024
 """Bytes of a view that tables leave to later nodes: some 2,000 of them."""
 
 MAX_TENSOR_COUNT = 100_000
+LOG_ID_BYTES = 16
+MAX_FORMER_LOGS = 64
+"""Logs that an update log's directory had before; a server names them when it registers."""
+
 MAX_NODE_COUNT = 10_000
 MAX_TENSOR_DIMENSION_COUNT = 64
 """torch's own limit."""

@@ -1,7 +1,7 @@
 """The directory of a server's update log: its lock, its id, its segments (SEMANTICS S13).
 
     DIR/lock        held with flock by the server that writes, for as long as it lives
-    DIR/log_id      32 hexadecimal digits
+    DIR/log_id      32 hexadecimal digits; then those of logs before it, a line each
     DIR/00000001.log, ...       segments, by number; old ones may be of a log of another id
     DIR/00000001.damaged, ...   segments of a damaged log
 
@@ -20,12 +20,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self
 
+from ps_core import limits
 from ps_core.errors import InvalidUpdateLog, Recovering
 from ps_runtime.system.disk import DISK, Disk
 
 _SEGMENT = re.compile(r"([0-9]{8,})\.log")
 _LOG_ID = "log_id"
-_ID_BYTES = 16
 _SET_ASIDE = ".damaged"
 _RETRY_MS = 200
 _PIECE_BYTES = 8 * 1024 * 1024
@@ -33,7 +33,8 @@ _PIECE_BYTES = 8 * 1024 * 1024
 
 class LogDirectory:
     """A directory whose lock this process holds. `log_id` has 16 bytes; `is_new` if it was drawn
-    since this process has the lock.
+    since this process has the lock. `former_ids` are those of logs before it, the newest first:
+    nothing of them is claimed any more.
     """
 
     def __init__(self, path: Path, disk: Disk = DISK) -> None:
@@ -51,7 +52,8 @@ class LogDirectory:
             with ExitStack() as cleanup:
                 cleanup.callback(self.close)
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self.log_id = self._known_id()
+                self.log_id, *former_ids = self._known_ids() or (b"",)
+                self.former_ids = tuple(former_ids)
                 self.is_new = not self.log_id
                 if self.is_new:
                     self.renew()
@@ -64,30 +66,35 @@ class LogDirectory:
         except OSError as error:
             raise InvalidUpdateLog(f"{path}: no update log can be kept there: {error}") from error
 
-    def _known_id(self) -> bytes:
+    def _known_ids(self) -> list[bytes]:
         name = self.path / _LOG_ID
         try:
-            found = bytes.fromhex(name.read_text(encoding="ascii").strip())
+            found = [bytes.fromhex(each) for each in name.read_text(encoding="ascii").split()]
         except FileNotFoundError:
-            return b""
+            return []
         except ValueError:
-            found = b""
-        if len(found) != _ID_BYTES:
-            raise InvalidUpdateLog(f"{name}: expected {2 * _ID_BYTES} hexadecimal digits")
+            found = []
+        if {len(each) for each in found} != {limits.LOG_ID_BYTES}:
+            raise InvalidUpdateLog(
+                f"{name}: expected {2 * limits.LOG_ID_BYTES} hexadecimal digits a line"
+            )
         return found
 
     def renew(self) -> None:
         """Draw another id: what is written from now on is another log. The scheduler gives it
-        nothing that was the former one's.
+        nothing that was the former one's, and expects that one no more.
         """
-        name, drawn = self.path / _LOG_ID, secrets.token_bytes(_ID_BYTES)
+        name, drawn = self.path / _LOG_ID, secrets.token_bytes(limits.LOG_ID_BYTES)
+        known = filter(None, (self.log_id, *self.former_ids))
+        former_ids = tuple(known)[: limits.MAX_FORMER_LOGS]
         beside = name.with_suffix(".tmp")
         with self._synced(self.disk.create(beside)) as descriptor:
-            self.disk.write(descriptor, drawn.hex().encode(), 0)
+            lines = "\n".join(each.hex() for each in (drawn, *former_ids))
+            self.disk.write(descriptor, lines.encode(), 0)
         self.disk.rename(beside, name)
         for directory in (self.path, self.path.parent):  # which may be new
             self.disk.sync_directory(directory)
-        self.log_id, self.is_new = drawn, True
+        self.log_id, self.former_ids, self.is_new = drawn, former_ids, True
 
     def set_aside(self) -> None:
         """Rename a damaged log's segments, so that another log begins here. Segments that were set

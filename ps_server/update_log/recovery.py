@@ -70,7 +70,10 @@ class RecoveredLog:
     def claim(self) -> scheduler_pb2.UpdateLogClaim:
         timeline = self.timeline if self.is_claimed else b""
         return scheduler_pb2.UpdateLogClaim(
-            log_id=self.directory.log_id, timeline=timeline, range_ids=sorted(self.replicas)
+            log_id=self.directory.log_id,
+            timeline=timeline,
+            range_ids=sorted(self.replicas),
+            former_log_ids=self.directory.former_ids,
         )
 
     def of(self, session: Session, shards: Shards) -> RecoveredLog:

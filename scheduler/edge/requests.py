@@ -60,7 +60,8 @@ def registration_of(request: scheduler_pb2.RegisterNodeRequest) -> Registration:
 
 def _claim(message: scheduler_pb2.UpdateLogClaim) -> UpdateLogClaim:
     range_ids = tuple(map(RangeId, message.range_ids))
-    return UpdateLogClaim(message.log_id, message.timeline, range_ids)
+    former_log_ids = tuple(message.former_log_ids)
+    return UpdateLogClaim(message.log_id, message.timeline, range_ids, former_log_ids)
 
 
 def _offer(message: scheduler_pb2.CustomUpdate) -> UpdateOffer:

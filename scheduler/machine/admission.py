@@ -26,7 +26,6 @@ from scheduler.machine.state import ClusterSettings, ClusterState, Registration
 
 PROTOCOL_VERSION = 1
 REGISTRATION_ID_BYTES = 16
-LOG_ID_BYTES = 16
 LAUNCH_ID_BYTES = 16
 MAX_ADDRESS_BYTES = 300
 MAX_FINGERPRINT_BYTES = 1024
@@ -110,9 +109,16 @@ def _check_update_log(request: Registration, settings: ClusterSettings) -> None:
         return
     if request.role is not Role.SERVER:
         raise InvalidConfig(f"a {request.role.value} keeps an update log; only servers do")
-    if len(claim.log_id) != LOG_ID_BYTES:
+    for log_id in (claim.log_id, *claim.former_log_ids):
+        if len(log_id) != limits.LOG_ID_BYTES:
+            raise InvalidConfig(
+                f"an update log's log_id has {len(log_id)} bytes; expected {limits.LOG_ID_BYTES}"
+            )
+    former_count, is_former = len(claim.former_log_ids), claim.log_id in claim.former_log_ids
+    if former_count > limits.MAX_FORMER_LOGS or is_former:
         raise InvalidConfig(
-            f"an update log's log_id has {len(claim.log_id)} bytes; expected {LOG_ID_BYTES}"
+            f"an update log had {former_count} others before it; expected at most "
+            f"{limits.MAX_FORMER_LOGS}, and not itself"
         )
     is_ours = claim.timeline == settings.timeline  # another cluster may have had other ranges
     beyond = [each for each in claim.range_ids if is_ours and each >= settings.range_count]

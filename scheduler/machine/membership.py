@@ -312,14 +312,21 @@ class Membership:
     # --- who goes
 
     def replaced(self, node: Node, request: Registration) -> list[Transition]:
-        """Servers whose update log a registering one has are dead, and leave."""
+        """Servers whose update log a registering one has, or has another in place of, are dead, and
+        leave. Nobody comes with a log that was replaced: its server counts as one without a log.
+        """
         reason = f"server node {node.node_id} came with its update log"
         transitions: list[Transition] = []
         for member in list(self._state.members.values()):
             other = member.node
-            is_other = other.node_id != node.node_id and other.state.is_member
-            if is_other and request.shares_log(member.registration):
+            if other.node_id == node.node_id or not request.shares_log(member.registration):
+                continue
+            if other.state.is_member:
                 transitions += self._leave(other, reason)
+            if request.replaces_log(member.registration):
+                left = self._state.members[other.node_id]
+                registration = replace(left.registration, update_log=None)
+                self._state.members[other.node_id] = replace(left, registration=registration)
         return transitions
 
     def succeeded(self, node: Node) -> list[Transition]:

@@ -173,6 +173,7 @@ class UpdateLogClaim:
     log_id: bytes
     timeline: bytes = b""
     range_ids: tuple[RangeId, ...] = ()
+    former_log_ids: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +206,17 @@ class Registration:
     identity: str = ""
 
     def shares_log(self, other: Registration) -> bool:
-        """True if both keep the same update log. The log has one lock, so one of them is dead."""
+        """True if this one keeps the other's update log, or a log in place of it. A directory has
+        one lock, so the other is dead.
+        """
         ours, theirs = self.update_log, other.update_log
-        return ours is not None and theirs is not None and ours.log_id == theirs.log_id
+        is_same = ours is not None and theirs is not None and ours.log_id == theirs.log_id
+        return is_same or self.replaces_log(other)
+
+    def replaces_log(self, other: Registration) -> bool:
+        """True if this one keeps a log in place of the other's, which is never claimed again."""
+        ours, theirs = self.update_log, other.update_log
+        return ours is not None and theirs is not None and theirs.log_id in ours.former_log_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from ps_core import limits
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
 from ps_core.tables.table import Table
 from ps_core.work import Work, at_once
@@ -65,6 +66,7 @@ class SimLog:
     def __init__(self, world: World, number: int) -> None:
         self.world = world
         self.log_id = bytes([200 + number]) * 16
+        self.former_ids: tuple[bytes, ...] = ()
         self.frames: list[Frame] = []
         self.writer: LoggedServer | None = None
         self.segments = LogSegments(BOUND_FRAMES, {}, {})
@@ -185,6 +187,7 @@ class SimLog:
     def reboot(self) -> None:
         """The machine was started again: frames may be lost, so another log begins."""
         self._former, self._has_segments = self.segments.newest, False
+        self.former_ids = (self.log_id, *self.former_ids)[: limits.MAX_FORMER_LOGS]
         self.log_id = self.log_id[:-1] + bytes([(self.log_id[-1] + 1) % 256])
 
     def begins(self) -> dict[RangeId, int]:
@@ -204,8 +207,9 @@ class SimLog:
     def claim(self) -> UpdateLogClaim:
         """What is told to the scheduler."""
         if not self._has_segments:
-            return UpdateLogClaim(self.log_id)
-        return UpdateLogClaim(self.log_id, TIMELINE, tuple(sorted(self.begins())))
+            return UpdateLogClaim(self.log_id, former_log_ids=self.former_ids)
+        begins = tuple(sorted(self.begins()))
+        return UpdateLogClaim(self.log_id, TIMELINE, begins, self.former_ids)
 
     def has(self, range_id: RangeId, term: AssignmentEpoch, number: int) -> bool:
         """Whether all of a range up to that record could be read from it."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ps_core import limits
 from ps_core.cluster_view import Role, Session
 from ps_core.keys import Incarnation, NodeId
 from ps_runtime.system.disk import Disk
@@ -169,6 +170,20 @@ def test_a_log_whose_segments_are_gone_is_another(tmp_path: Path) -> None:
     log.newest.unlink()
     new, is_claimed, _ = claim_of(tmp_path)
     assert (new != former, is_claimed) == (True, False)
+
+
+def test_a_log_names_those_before_it_for_as_long_as_it_is_kept(tmp_path: Path) -> None:
+    """Whoever writes it may end before it has registered."""
+    ids = [opened_id(tmp_path)]
+    for _ in range(limits.MAX_FORMER_LOGS + 2):
+        claim = opened(tmp_path).claim()
+        assert list(claim.former_log_ids) == ids[: limits.MAX_FORMER_LOGS]
+        ids.insert(0, claim.log_id)
+    assert len(set(ids)) == len(ids)
+    log = WrittenLog(tmp_path, boot=boot_id())
+    assert list(opened(tmp_path).claim().former_log_ids) == ids[1 : 1 + limits.MAX_FORMER_LOGS]
+    damaged(log)
+    assert list(opened(tmp_path).claim().former_log_ids) == ids[: limits.MAX_FORMER_LOGS]
 
 
 def test_ranges_of_a_former_log_are_withheld_until_they_have_ended(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.keys import RangeId
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.update_offer import UpdateOffer
-from scheduler.machine.state import NodeLeft, RangesFailedOver, UpdateLogClaim
+from pushpull.v1 import scheduler_pb2, types_pb2
+from scheduler.edge.requests import registration_of
+from scheduler.machine.state import NodeLeft, RangesFailedOver, RangesLost, UpdateLogClaim
 from tests.unit.cluster_harness import SETTINGS, SPEC, Harness, asking, refused
 
 ONE, TWO, OTHER = (bytes([number]) * 16 for number in (1, 2, 9))
@@ -54,6 +56,38 @@ def test_it_is_given_what_the_last_primary_with_that_log_had() -> None:
     assert f"server node {again.node_id} came with its update log" in left[0].reason
     for r in cluster.cluster.view.ranges:
         assert r.assignment_epoch == epochs[r.range_id] + (r.range_id in had)
+
+
+def lost(cluster: Logged) -> list[tuple[RangeId, ...]]:
+    """Ranges that were noted as lost, in order."""
+    return [t.range_ids for t in cluster.transitions if isinstance(t, RangesLost)]
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_ranges_of_a_log_that_was_replaced_are_lost(has_left: bool) -> None:
+    """Nobody comes with it any more: its directory has another, whose server names it."""
+    cluster = Logged()
+    had, others = cluster.of(cluster.first), cluster.of(cluster.second)
+    if has_left:
+        address = cluster.node(cluster.first).address
+        cluster.pass_time(4.0, cluster.second, cluster.worker)
+        cluster.join(Role.SERVER, address=address)
+        assert cluster.node(cluster.first).state is NodeState.LEFT
+    assert lost(cluster) == []
+    claim = UpdateLogClaim(OTHER, former_log_ids=(ONE,))
+    again = cluster.join(Role.SERVER, update_log=claim)
+    assert cluster.node(cluster.first).state is NodeState.LEFT
+    assert lost(cluster) == [had]
+    assert (cluster.of(again), cluster.of(cluster.second)) == ((), others)
+
+
+def test_ranges_are_lost_with_the_last_log_that_may_have_them() -> None:
+    cluster = Logged(replica_count=2)
+    cluster.pass_time(4.0, cluster.worker)
+    cluster.join(Role.SERVER, update_log=UpdateLogClaim(OTHER, former_log_ids=(ONE,)))
+    assert lost(cluster) == []
+    cluster.join(Role.SERVER, update_log=UpdateLogClaim(b"t" * 16, former_log_ids=(TWO,)))
+    assert sorted(r for ids in lost(cluster) for r in ids) == list(range(RANGES))
 
 
 def test_one_that_is_killed_before_it_serves_may_come_again() -> None:
@@ -122,6 +156,9 @@ def test_its_address_is_free_at_once() -> None:
     [
         (Role.WORKER, UpdateLogClaim(ONE), "a worker keeps an update log; only servers do"),
         (Role.SERVER, UpdateLogClaim(b"short"), "log_id has 5 bytes; expected 16"),
+        (Role.SERVER, UpdateLogClaim(OTHER, former_log_ids=(b"short",)), "has 5 bytes"),
+        (Role.SERVER, UpdateLogClaim(OTHER, former_log_ids=(OTHER,)), "and not itself"),
+        (Role.SERVER, UpdateLogClaim(OTHER, former_log_ids=(ONE,) * 65), "had 65 others"),
         (Role.SERVER, UpdateLogClaim(ONE, SETTINGS.timeline, (RangeId(RANGES),)), "below 8"),
         (Role.SERVER, UpdateLogClaim(ONE, b"", (RangeId(1), RangeId(1))), "each once"),
     ],
@@ -131,6 +168,15 @@ def test_what_is_wrong_with_a_claim_is_said(role: Role, claim: UpdateLogClaim, w
     refused(
         errors.InvalidConfig, words, by=lambda: cluster.join(role, update_log=claim), of=cluster
     )
+
+
+def test_a_claim_is_read_whole() -> None:
+    claim = scheduler_pb2.UpdateLogClaim(
+        log_id=ONE, timeline=b"t", range_ids=[3], former_log_ids=[TWO, OTHER]
+    )
+    request = scheduler_pb2.RegisterNodeRequest(role=types_pb2.NODE_ROLE_SERVER, update_log=claim)
+    expected = UpdateLogClaim(ONE, b"t", (RangeId(3),), (TWO, OTHER))
+    assert registration_of(request).update_log == expected
 
 
 def test_the_same_registration_has_the_same_claim() -> None:
