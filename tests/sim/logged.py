@@ -186,7 +186,8 @@ class SimLog:
 
     def reboot(self) -> None:
         """The machine was started again: frames may be lost, so another log begins."""
-        self._former, self._has_segments = self.segments.newest, False
+        segments = (frame.segment for frame in self.frames)  # the next one's number follows these
+        self._former, self._has_segments = max(segments, default=0), False
         self.former_ids = (self.log_id, *self.former_ids)[: limits.MAX_FORMER_LOGS]
         self.log_id = self.log_id[:-1] + bytes([(self.log_id[-1] + 1) % 256])
 
