@@ -142,14 +142,21 @@ def test_a_step_that_is_interrupted_while_it_is_sealed_is_taken_once(how: str) -
         assert interrupted
 
 
+def interruptible(
+    client: ps.Client,
+) -> tuple[torch.nn.Sequential, torch.nn.Linear, ps.HybridOptimizer, InterruptingRate]:
+    """A model of rows and a linear layer, that layer, the optimizer, and the rate of the rows."""
+    rows, head = ps.Embedding(client, "rows", 4, optimizer=ps.SGD(lr=0.1)), torch.nn.Linear(4, 1)
+    model = torch.nn.Sequential(rows, head)
+    optimizer = ps.HybridOptimizer(client, model, torch.optim.SGD(head.parameters(), lr=0.1))
+    rows.hyperparameters["lr"] = rate = InterruptingRate(0.1)
+    return model, head, optimizer, rate
+
+
 def test_a_step_that_is_interrupted_at_its_seal_is_whole_before_the_next_backward_pass() -> None:
     """The script zeroes the gradients without the optimizer, and takes a step of its own."""
     with ps.local_cluster(servers=1, workers=1) as cluster, ps.connect(cluster.address) as client:
-        rows = ps.Embedding(client, "rows", 4, optimizer=ps.SGD(lr=0.1))
-        head = torch.nn.Linear(4, 1)
-        model = torch.nn.Sequential(rows, head)
-        optimizer = ps.HybridOptimizer(client, model, torch.optim.SGD(head.parameters(), lr=0.1))
-        rows.hyperparameters["lr"] = rate = InterruptingRate(0.1)
+        model, head, optimizer, rate = interruptible(client)
         rate.left = 2  # the first is read when rows are pushed ahead
         expected = head.bias.detach().clone()
         for factor in (1.0, 10.0):
@@ -166,11 +173,7 @@ def test_a_step_that_is_interrupted_at_its_seal_is_whole_before_the_next_backwar
 def test_a_backward_pass_before_an_interrupted_step_has_ended_is_refused() -> None:
     """The workers' mean would be written over its gradients."""
     with ps.local_cluster(servers=1, workers=1) as cluster, ps.connect(cluster.address) as client:
-        rows = ps.Embedding(client, "rows", 4, optimizer=ps.SGD(lr=0.1))
-        head = torch.nn.Linear(4, 1)
-        model = torch.nn.Sequential(rows, head)
-        optimizer = ps.HybridOptimizer(client, model, torch.optim.SGD(head.parameters(), lr=0.1))
-        rows.hyperparameters["lr"] = rate = InterruptingRate(0.1)
+        model, head, optimizer, rate = interruptible(client)
         rate.left = 1  # when rows are pushed ahead
         expected = head.bias.detach().clone()
         model(torch.arange(3)).sum().backward()
