@@ -82,7 +82,9 @@ class _Steps:
 
 
 def _say(**what: Any) -> None:
-    print("chaos " + json.dumps(what, separators=(",", ":")), flush=True)
+    # In one write, because stdout is not buffered: a warning of another thread could come before
+    # the line's end.
+    sys.stdout.write(f"chaos {json.dumps(what, separators=(',', ':'))}\n")
 
 
 if __name__ == "__main__":
