@@ -7,9 +7,11 @@ is sent and when; this side has the messages, timers and futures.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 from ps_core.cluster_view import ClusterView
@@ -27,6 +29,7 @@ from ps_worker.transport.links import ServerLinks
 from ps_worker.transport.metrics import MEASURES
 from ps_worker.transport.push_pull_stream import StreamEntry
 from ps_worker.window.push_window import (
+    POLLED_COUNT,
     BlockPlace,
     Effect,
     PushWindow,
@@ -98,6 +101,7 @@ class PushDriver:
         self._futures: dict[tuple[TableId, int], Future[StepResult]] = {}
         self._final_seals: set[tuple[TableId, int]] = set()
         self._failure: PushpullError | None = None
+        self._handed: deque[Callable[[], None]] = deque()  # pieces of long work, and what follows
         self._pump_is_due = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -114,15 +118,23 @@ class PushDriver:
     def submit(self, table: Table, clock: int, bodies: Sequence[PushBody]) -> None:
         if self._failure is not None:
             return
-        table_id, range_of_block = table.table_id, self._plans[table.table_id].range_of_block
+        submit, count = partial(self._submit, table.table_id, clock), POLLED_COUNT
+        pieces = [bodies[at : at + count] for at in range(0, len(bodies), count)]
+        if len(pieces) > 1:
+            self._handed.extend(partial(submit, piece) for piece in pieces)
+        else:
+            self._in_order(partial(submit, bodies))
+        self._pump_soon()
+
+    def _submit(self, table_id: TableId, clock: int, bodies: Sequence[PushBody]) -> None:
+        range_of_block = self._plans[table_id].range_of_block
         for body in bodies:
             place = BlockPlace(table_id, range_of_block[body.block], body.block)
             self._window.submit(place, clock, body, byte_count=body.payload.nbytes)
-        self._pump_soon()
 
     def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
         if self._failure is None:
-            self._window.withdraw(table.table_id, clock, but=but)
+            self._in_order(partial(self._window.withdraw, table.table_id, clock, but=but))
             self._pump_soon()
 
     def seal(self, table: Table, clock: int, terms: StepTerms) -> None:
@@ -132,12 +144,21 @@ class PushDriver:
             self._final_seals.add((table.table_id, clock))
         elif clock and terms.update_scale is None:
             MEASURES.steps.inc()
-        self._window.seal(table.table_id, clock, self._plans[table.table_id].blocks_of, terms)
+        ranges = self._plans[table.table_id].blocks_of
+        self._in_order(partial(self._window.seal, table.table_id, clock, ranges, terms))
         self._pump_soon()
+
+    def _in_order(self, work: Callable[[], object]) -> None:
+        """Do this after what waits: long work is done in pieces, one a turn."""
+        if self._handed:
+            self._handed.append(work)
+        else:
+            work()
 
     def fail(self, error: PushpullError) -> None:
         """Send no more; every step that has not ended fails with `error`."""
         self._failure = error
+        self._handed.clear()
         futures, self._futures = list(self._futures.values()), {}
         for future in futures:
             if not future.done():
@@ -202,8 +223,13 @@ class PushDriver:
         if self._failure is not None:
             return
         pushed_bytes = self._counters.pushed_bytes
-        for effect in self._window.poll(now_s()):
+        if self._handed:
+            self._handed.popleft()()
+        effects = self._window.poll(now_s())
+        for effect in effects:
             self._carry_out(effect)
+        if self._handed or len(effects) >= POLLED_COUNT:
+            self._pump_soon()
         MEASURES.pushed_bytes.inc(self._counters.pushed_bytes - pushed_bytes)
         if self._timer is None and self._futures:
             self._timer = self._loop.call_later(TICK_INTERVAL_S, self._tick)

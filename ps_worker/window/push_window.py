@@ -285,6 +285,9 @@ _QUEUED, _SENT, _RECEIVED, _ENDED = EntryState
 _SAYS_RECEIVED, _SAYS_COMMITTED = ReplyKind.RECEIVED, ReplyKind.COMMITTED
 _SAYS_CREDIT, _APPLIED = ReplyKind.CREDIT, Outcome.APPLIED
 
+POLLED_COUNT = 256
+"""Entries of a server that one `poll` sends: building their messages takes some milliseconds."""
+
 _Queued = tuple[int, PushEntry]
 """Number, entry. Numbers differ between entries, so entries are never compared."""
 
@@ -629,7 +632,9 @@ class PushWindow:
     # --- effects
 
     def poll(self, now_s: float) -> list[Effect]:
-        """Send the entries that may be sent now, oldest first; they count as sent."""
+        """Send entries that may be sent now, oldest first, at most POLLED_COUNT to each server, and
+        count them as sent. Another call sends more, if there were so many.
+        """
         effects: list[Effect] = []
         for server, queue in self._queues.items():
             if queue and server is not None and server in self._connected:
@@ -646,7 +651,8 @@ class PushWindow:
     def _poll_pushes(
         self, server: NodeId, queue: list[_Queued], now_s: float, effects: list[Effect]
     ) -> None:
-        while queue:
+        enough = len(effects) + POLLED_COUNT
+        while queue and len(effects) < enough:
             entry = queue[0][1]
             if entry.state is not _QUEUED:
                 heapq.heappop(queue)  # ended, or queued twice and sent already

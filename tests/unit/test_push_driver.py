@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from itertools import pairwise
 from typing import Any, cast
 
 import pytest
@@ -25,7 +26,7 @@ from ps_worker.steps.steps import PushBody, StepResult
 from ps_worker.transport.links import ServerLinks
 from ps_worker.transport.metrics import MEASURES
 from ps_worker.transport.push_driver import PushDriver
-from ps_worker.window.push_window import StepTerms
+from ps_worker.window.push_window import POLLED_COUNT, StepTerms
 from pushpull.v1 import parameters_pb2, types_pb2
 from tests.property.shard_twin import table
 
@@ -261,6 +262,41 @@ def test_a_step_ends_with_the_squares_of_each_block() -> None:
         await on.say(COMMITTED, 5, outcome=APPLIED)
         assert scaled.result(timeout=0).squares == {}
         assert MEASURES.steps.count == steps, "a scale is no step"
+
+    driven(scene)
+
+
+def test_a_long_push_takes_turns_and_what_follows_stays_behind() -> None:
+    count = 2 * POLLED_COUNT + 2
+    long = table([64 * count])
+
+    async def scene(on: Driven) -> None:
+        on.driver.open_step(long, 1, Future())
+        bodies = [PushBody(b, memoryview(bytes(256)), b"", None, None) for b in range(count)]
+        on.driver.submit(long, 1, bodies)
+        on.driver.withdraw(long, 1, range(1, count))  # the first was sent by then
+        on.driver.submit(long, 1, [bodies[1]])
+        on.driver.seal(long, 1, StepTerms())
+        loop, seen = asyncio.get_running_loop(), [0]
+
+        def look() -> None:  # once a turn
+            seen.append(len(on.sent))
+            if len(on.sent) < count + 2:
+                loop.call_soon(look)
+
+        look()
+        await on.sent_count(count + 2)
+        assert max(after - before for before, after in pairwise(seen)) == POLLED_COUNT
+        assert [message.sequence for message in on.sent[:count]] == [*range(1, count + 1)]
+        withdrawn, again = on.sent[count:]
+        assert isinstance(withdrawn, parameters_pb2.Withdrawal)
+        assert (withdrawn.sequence, again.block, again.replaces) == (1, 1, 2)
+        await on.say(RECEIVED, *range(1, count + 2))
+        assert [r.sequence for r in on.sent[-1].ranges] == [count + 2]
+        on.driver.submit(long, 2, bodies)
+        on.driver.fail(PushpullError("the end"))
+        await turn()
+        assert len(on.sent) == count + 3
 
     driven(scene)
 
