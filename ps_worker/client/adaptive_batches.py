@@ -22,13 +22,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ps_core.cluster_view import Role
 from ps_core.consistency import Mode
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, check_config
 from ps_runtime.system.clock import now_s
 from ps_worker.client.checkpoints import ClientCheckpoints
 from ps_worker.client.collectives import CollectiveCalls
 from ps_worker.client.connection import ClientConnection
-from ps_worker.client.handed_batches import CountedBatches, HandedBatches
+from ps_worker.client.handed_batches import CountedBatches, HandedBatches, check_order
 from ps_worker.client.tables import ClientTables
 from ps_worker.spec.batch_sizes import BatchPlan, BatchSpec, dealt
 
@@ -114,7 +115,7 @@ class AdaptiveBatches:
         Raises:
             InvalidConfig: a table is not under BSP, or has backup workers or `ps.Outer`; workers
                 gave other values; the script does not read `weight` though batches differ; or the
-                loader fetches further ahead than `every` batches.
+                loader fetches further ahead than `every` batches, or has `in_order=False`.
             WaitExpired: a worker is missing, named by the message. Iterate what `over` returned
                 again to go on.
         """
@@ -151,7 +152,9 @@ class AdaptiveBatches:
             f"the script did not read `weight` for its last batch, which is {self._weight:g}: its "
             "samples count more or less than those of others; expected batches.weight * loss",
         )
-        self._weight = self._plan.weight(self._batches.count, self._rank)
+        nodes = self._connection.engine.view.nodes
+        members = {n.rank for n in nodes if n.role is Role.WORKER and n.state.is_member}
+        self._weight = self._plan.weight(self._batches.count, self._rank, members)
         self._is_weight_read = False
         self._batches.hand()
 
@@ -263,6 +266,7 @@ class _PassBatches(CountedBatches[BatchT]):
 
     def __next__(self) -> BatchT:
         if not self._has_begun:
+            check_order(self._loader)
             self._owner.begin()
             self._batches, self._has_begun = iter(self._loader), True
         self._owner.agree()

@@ -36,6 +36,7 @@ from ps_worker.checkpoint.save_points import SavePoints
 from ps_worker.client.connection import GRACE_S, ClientConnection
 from ps_worker.client.handed_batches import CountedBatches, HandedBatches, batch_size_of
 from ps_worker.client.tables import ClientTables
+from ps_worker.steps.steps import PushTicket
 from pushpull.v1 import scheduler_pb2
 
 BatchT = TypeVar("BatchT")
@@ -99,10 +100,11 @@ class DataShards:
 
         Raises:
             InvalidConfig: a table is not asynchronous; or there is a HybridOptimizer; or the loader
-                has no batch size, drops its last samples, or does not draw from these shards; or
-                the loop asks on at the end of the pass while gradients wait for a step.
-            WaitExpired: the other workers were not done in time, or no scheduler answered; the
-                message names them. Call it again to go on.
+                has no batch size, drops its last samples, has `in_order=False`, or does not draw
+                from these shards; or the loop asks on at the end of the pass while gradients wait
+                for a step.
+            WaitExpired: the other workers, or this one's steps, were not done in time, or no
+                scheduler answered; the message names them. Call it again to go on.
         """
         return CountedBatches(self._over(loader, batch_size), "shards.over")
 
@@ -250,7 +252,7 @@ class DataShards:
         if self._call is not None and self._call.done():
             with contextlib.suppress(WaitExpired):  # it trains on what it has, and reports again
                 self._take_answer()
-        if self._call is None and (self._reporting or self._done):
+        if self._call is None and (self._reporting or self._done) and not self._uncommitted():
             self._start_call()
 
     def _await_ahead(self) -> None:
@@ -260,8 +262,14 @@ class DataShards:
         if not self._ahead and self._call is not None:
             self._take_answer()
         if not self._ahead and not self._is_over:
+            self._connection.wait_for(self._uncommitted(), self._deadline_s)
             self._start_call()
             self._take_answer()
+
+    def _uncommitted(self) -> list[PushTicket]:
+        """Steps that may not be in the parameters yet: what they trained on is not done."""
+        handles = self._tables.handles
+        return [ticket for handle in handles for ticket in handle.steps.uncommitted()]
 
     def _start_call(self) -> None:
         self._connection.check_usable()

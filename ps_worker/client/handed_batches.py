@@ -55,8 +55,24 @@ class CountedBatches(Iterator[BatchT]):
         return next(self._batches)
 
 
+def check_order(loader: object) -> None:
+    """InvalidConfig if a loader may give its batches in another order than it draws them: whoever
+    counts them would take one for trained that is still being loaded.
+    """
+    if not getattr(loader, "in_order", True):
+        raise InvalidConfig(
+            "the loader gives its batches in the order in which they are loaded, and they are "
+            "counted in the order in which they were drawn; expected in_order=True"
+        )
+
+
 def batch_size_of(loader: object, batch_size: int | None) -> int:
-    """The samples of a loader's batches, unless given; InvalidConfig if neither says."""
+    """The samples of a loader's batches, unless given.
+
+    Raises:
+        InvalidConfig: neither says; or as `check_order`.
+    """
+    check_order(loader)
     size = batch_size or getattr(loader, "batch_size", None)
     size = size or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     if not size:

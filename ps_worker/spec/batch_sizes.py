@@ -15,7 +15,7 @@ Rules:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ps_core.errors import InvalidConfig, check_config
@@ -129,11 +129,11 @@ class BatchPlan:
         before = sum(size for other, size in sizes.items() if other < rank)
         return range(begun + before, begun + before + sizes[rank])
 
-    def weight(self, step: int, rank: int) -> float:
-        """The factor of a worker's mean over its batch such that the mean over the workers is that
-        over all samples of the step.
+    def weight(self, step: int, rank: int, members: Collection[int]) -> float:
+        """The factor of a worker's mean over its batch such that the mean over the members is that
+        over all their samples of the step: one that is gone is not in the mean.
         """
-        sizes = self._sizes(step)
+        sizes = {r: s for r, s in self._sizes(step).items() if r in members or r == rank}
         return sizes[rank] * len(sizes) / sum(sizes.values())
 
     def _window(self, step: int) -> _Window:

@@ -101,7 +101,7 @@ class PushDriver:
         self._futures: dict[tuple[TableId, int], Future[StepResult]] = {}
         self._final_seals: set[tuple[TableId, int]] = set()
         self._failure: PushpullError | None = None
-        self._handed: deque[Callable[[], None]] = deque()  # pieces of long work, and what follows
+        self._handed: deque[Callable[[], object]] = deque()  # pieces of long work, and what follows
         self._pump_is_due = False
         self._timer: asyncio.TimerHandle | None = None
 

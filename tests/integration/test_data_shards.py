@@ -189,7 +189,7 @@ def test_a_worker_trains_on_what_it_has_while_no_scheduler_answers() -> None:
     ):
         (client,) = connected(cluster.address, stack, 1)
         trainer = Trainer(client)
-        trainer.shards = client.data_shards(trainer.data, shard_size=SHARD, timeout_s=0.5)
+        trainer.shards = client.data_shards(trainer.data, shard_size=SHARD, timeout_s=5.0)
         seen: list[int] = []
         for batch in trainer.shards.over(trainer.loader()):
             seen += trainer.step(batch)
@@ -394,6 +394,28 @@ def test_what_cannot_be_shared_out_is_refused() -> None:
             reader.data_shards(SAMPLES, shard_size=SHARD)
 
 
+def test_a_shard_is_not_done_before_its_step_is_in_the_parameters() -> None:
+    """A script that waits for none of its pushes asks for the next shard all the same."""
+    with ps.local_cluster(1, 1) as cluster, ps.connect(cluster.address) as client:
+        table = client.create_table("t", 1, optimizer=ps.SGD(lr=1.0), consistency="asp")
+        shards = client.data_shards(SAMPLES, shard_size=SHARD, timeout_s=5.0)
+        seen: list[int] = []
+        (server,) = [pid for name, pid in cluster.process_ids.items() if "server" in name]
+        os.kill(server, signal.SIGSTOP)
+
+        def train() -> None:
+            for begin, _ in shards.ranges():
+                client.push(table, np.ones(1, np.float32))
+                seen.append(begin)
+
+        with pytest.raises(ps.WaitExpired, match="table 't'"):
+            train()
+        assert status(cluster.address).done_count == 0
+        os.kill(server, signal.SIGCONT)
+        train()
+        assert sorted(seen) == [*range(0, SAMPLES, SHARD)]
+
+
 def refused(shards: DataShards, loader: Any, words: str, **options: Any) -> None:
     with pytest.raises(ps.InvalidConfig, match=words):
         next(shards.over(loader, **options))
@@ -407,6 +429,8 @@ def test_loaders_that_would_miscount_are_refused(client: ps.Client) -> None:
     refused(shards, DataLoader(given, BATCH, sampler=shards, drop_last=True), "drop_last=False")
     dropping = BatchSampler(shards, BATCH, drop_last=True)
     refused(shards, DataLoader(given, batch_sampler=dropping), "drop_last=False")
+    unordered = DataLoader(given, BATCH, sampler=shards, num_workers=1, in_order=False)
+    refused(shards, unordered, "expected in_order=True")
     strange = DataLoader(given, BATCH, sampler=RandomSampler(given))
     refused(shards, strange, "has drawn 0 from data set 'data'; expected a DataLoader with sampler")
     refused(shards, [torch.zeros(1)], "no batch_size; give batch_size=")

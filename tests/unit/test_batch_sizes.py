@@ -80,7 +80,7 @@ def test_each_sample_is_in_one_batch(
         if batches[0] is None:
             assert batches == [None] * 3
             break
-        weights = [plan.weight(step, rank) for rank in range(3)]
+        weights = [plan.weight(step, rank, range(3)) for rank in range(3)]
         assert sum(weights) == pytest.approx(3.0)
         for batch, weight in zip(batches, weights, strict=True):
             assert batch
@@ -101,12 +101,19 @@ def test_sizes_hold_from_the_next_window_but_one_on() -> None:
             plan.batch(step, 0)
 
 
+def test_a_worker_that_has_gone_is_not_in_the_mean_before_sizes_are_agreed_anew() -> None:
+    """Else the others' gradients would count less, by its share: the servers divide by two."""
+    plan = BatchPlan(spec_of(every=1), 0, {0: 12, 1: 2, 2: 4})
+    assert [plan.weight(0, rank, {0, 1, 2}) for rank in range(3)] == [2.0, 1 / 3, 2 / 3]
+    assert [plan.weight(0, rank, {1, 2}) for rank in (1, 2)] == [2 / 3, 4 / 3]
+
+
 def test_workers_that_have_gone_have_no_share() -> None:
     plan = BatchPlan(spec_of(every=1), 0, {0: 4, 1: 4, 2: 4})
     plan.agree({0: 6, 2: 6})
     assert plan.batch(2, 0) == range(24, 30)
     assert plan.batch(2, 2) == range(30, 36)
-    assert plan.weight(2, 2) == 1.0
+    assert plan.weight(2, 2, {0, 2}) == 1.0
 
 
 @pytest.mark.parametrize(
