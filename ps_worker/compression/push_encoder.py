@@ -69,6 +69,7 @@ class PushEncoder:
         rank: the worker's; draws of different ranks differ.
         on_fall_back: is called when a block falls back to INT8, because its residual has outgrown
             its gradients, with the number of blocks that have.
+        is_bsp: True for a clock under BSP, where servers clip a sum, and not a step.
     """
 
     def __init__(
@@ -77,10 +78,12 @@ class PushEncoder:
         push: PushCodec,
         rank: int,
         on_fall_back: Callable[[int], None] = lambda _: None,
+        is_bsp: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self._codec = push.codec
         self._push = push
         self._on_fall_back = on_fall_back
+        self._is_bsp = is_bsp
         is_low_rank = push.codec is Codec.LOW_RANK
         self._matrices = [
             block_matrix(table, block, push.matrix_rank) if is_low_rank else None
@@ -166,15 +169,18 @@ class PushEncoder:
         if self._residuals is not None:
             self._residuals.keep_only(blocks)
 
-    def sealed(self, clock: int, scale: float, *, takes_part: bool) -> None:
-        """The open step is sealed, with this contribution scale."""
+    def sealed(
+        self, clock: int, scale: float, *, takes_part: bool, clip_scale: float | None = None
+    ) -> None:
+        """The open step is sealed, with this contribution scale, and a factor that clips it."""
         step = self._steps.setdefault(clock, _Step())
         step.scale = scale
         if not takes_part:
             step.replaced += step.newest.values()
             step.newest.clear()
         if self._residuals is not None:
-            self._residuals.seal(scale, takes_part=takes_part)
+            taken = 1.0 if clip_scale is None or self._is_bsp(clock) else clip_scale
+            self._residuals.seal(scale, takes_part=takes_part, taken=taken)
 
     def ended(self, clock: int, discarded: Collection[int]) -> None:
         """Every entry of a sealed step has ended; the servers discarded some of its blocks."""

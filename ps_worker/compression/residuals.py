@@ -6,13 +6,16 @@ Rules:
     - A block that servers apply on arrival counts whatever becomes of the step.
     - Residuals are in the gradients' own unit, the contribution scale of the newest step. A step
       with another scale (mixed precision) converts them.
+    - Of a step that servers clip by itself (SSP, ASP), what they did not take in is kept as
+      clipped: part of the gradient, and all of what was left before.
     - What servers discard of a sealed step, since it came too late, comes back.
     - A codec may keep other numbers of a block beside them, its start: the step's count once it is
       sealed, too. They have no unit, and nothing of them comes back.
 
 Invariants:
     RES-1  Over all steps that took part: the sum of scale * gradient = the sum of scale * what the
-           servers took in, + the newest scale * the residual, as float32 rounds.
+           servers took in, + the newest scale * the residual, as float32 rounds. Where servers
+           clip a step by itself, its scale is times that factor.
 """
 
 from __future__ import annotations
@@ -68,20 +71,29 @@ class Residuals:
         """The open step's other blocks are withdrawn, if that is still possible."""
         self._open.intersection_update({*blocks, *self._final})
 
-    def seal(self, scale: float, *, takes_part: bool = True) -> None:
-        """The open step is sealed, with this contribution scale."""
+    def seal(self, scale: float, *, takes_part: bool = True, taken: float = 1.0) -> None:
+        """The open step is sealed, with this contribution scale.
+
+        Args:
+            taken: the factor that clips it: servers take in so much of each block that is not
+                applied on arrival.
+        """
         counted = self._open if takes_part else self._final
         if counted or takes_part:
-            self._count(counted, scale)
+            self._count(counted, scale, taken)
         self._open.clear()
         self._final.clear()
 
-    def _count(self, blocks: set[int], scale: float) -> None:
+    def _count(self, blocks: set[int], scale: float, taken: float) -> None:
         ratio = self._unit / scale if self._unit else 1.0
         for block in blocks:
             which, part = self._newest[block], self._part(block)
-            if ratio != 1.0:
-                self._values[1 - which, part] += np.float32(ratio - 1.0) * self._values[which, part]
+            before, left = self._values[which, part], self._values[1 - which, part]
+            share = 1.0 if block in self._final else taken
+            if share != 1.0:
+                left *= np.float32(share)
+            if ratio != share:
+                left += np.float32(ratio - share) * before
             self._newest[block] = 1 - which
         if ratio != 1.0:
             for block in range(self._table.block_count):

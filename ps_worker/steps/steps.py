@@ -363,7 +363,12 @@ class TableStep:
         self.is_sealed = True
         if self._encoder is not None:
             takes_part = not terms.skip  # an edit has withdrawn what was pushed
-            self._encoder.sealed(self.clock, terms.contribution_scale, takes_part=takes_part)
+            self._encoder.sealed(
+                self.clock,
+                terms.contribution_scale,
+                takes_part=takes_part,
+                clip_scale=terms.clip_scale,
+            )
         self._rows = None
         self._tensors = {}  # the ticket and this step hold each other: free the values now
         self._steps.sealed(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -19,6 +20,7 @@ from ps_worker.spec.flat_layout import table_layouts
 from ps_worker.spec.optimizers import NAMESAKES, Add, Aggregate, Outer, ServerOptimizer
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.inner_steps import InnerSteps
+from ps_worker.steps.setting_by_clock import SettingByClock
 from ps_worker.steps.steps import TableHandle
 from ps_worker.training.tables.trained_table import TrainedTable
 
@@ -115,28 +117,19 @@ def refused_inner_step(problem: str) -> str:
 
 
 class SettingsByClock:
-    """The settings of a model's tables, by clock; a view has only the newest, which may take effect
-    after the worker's next step (SEMANTICS S6).
-    """
+    """The settings of a model's tables, by clock."""
 
     def __init__(self, newest: Callable[[TableHandle], Table]) -> None:
         self._newest = newest
-        self._seen: dict[TableId, dict[int, Consistency]] = {}
+        self._seen: defaultdict[TableId, SettingByClock] = defaultdict(SettingByClock)
 
     def ahead(self, clocks: int, handles: Iterable[tuple[TableHandle, bool]]) -> list[Consistency]:
         """The settings of the step so many clocks ahead, 1 or 2, by the views at each call; of
         those of the handles whose table takes steps.
         """
         awake = [handle for handle, is_awake in handles if is_awake]
-        return [self._at(self._newest(handle), handle.clock + clocks) for handle in awake]
-
-    def _at(self, table: Table, clock: int) -> Consistency:
-        seen = self._seen.setdefault(table.table_id, {-1: table.spec.consistency})
-        if table.change is not None:
-            seen[table.change.after_clock] = table.change.consistency
-        for after in sorted(each for each in seen if each < clock - 1)[:-1]:
-            del seen[after]
-        return seen[max(after for after in seen if after < clock)]
+        newest = [(self._newest(handle), handle.clock + clocks) for handle in awake]
+        return [self._seen[table.table_id].at(table, clock) for table, clock in newest]
 
 
 def least_clock(setting: Consistency, clock: int) -> int:

@@ -177,6 +177,26 @@ def test_nothing_leaves_twice_and_the_norm_is_told(workers: list[ps.Client]) -> 
         assert optimizer.gradient_norm == clip_grad_norm_(model.parameters(), 1.0)
 
 
+def test_a_codec_keeps_what_it_leaves_of_a_spike_as_clipped(
+    workers: list[ps.Client],
+) -> None:
+    """With the next gradients, which are zero, a quarter of the clipped one comes, and no more."""
+    model = torch.nn.Linear(8, 8, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    make = ours(
+        workers[0], Recipe(), ps.SGD(lr=1.0), f"clip-{next(names)}",
+        consistency="asp", push_codec="topk:0.25",
+    )  # fmt: skip
+    optimizer = make(model)
+    for step, size in enumerate((100.0, 0.0, 0.0, 0.0), 1):
+        model.weight.grad = torch.full_like(model.weight, size)
+        optimizer.step()
+        moved = -model.weight.detach().reshape(-1).sort().values
+        expected = torch.zeros(64)
+        expected[: 16 * step] = MAX_NORM / 8  # each of 64 elements alike
+        torch.testing.assert_close(moved, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_half_precision_counts_in_single(workers: list[ps.Client]) -> None:
     """The norm of these gradients is no float16."""
     model = torch.nn.Linear(64, 16, bias=False, dtype=torch.float16)
