@@ -1,6 +1,6 @@
 """Encodes what a worker pushes to one table.
 
-    encode(block), ... -> sealed -> ended, with what was discarded
+    encode(block), ... -> sealed -> ended, with what servers did not take
                        -> dropped (the step is skipped, or an edit)
 
 Rules:
@@ -56,9 +56,30 @@ class _Step:
     """A step's payloads until it has ended, those that were replaced included."""
 
     scale: float = 0.0
+    clip_scale: float = 1.0
+    taken: float = 1.0  # of the payloads, as far as the worker knows the setting
     newest: dict[int, CodedPayload] = field(default_factory=dict)
     presence: dict[int, bytes] = field(default_factory=dict)  # of the newest
     replaced: list[CodedPayload] = field(default_factory=list)
+    final: set[int] = field(default_factory=set)  # applied on arrival
+
+
+class StepEnd(NamedTuple):
+    """The end of a sealed step.
+
+    Attributes:
+        discarded: its blocks in ranges that were updated without it.
+        rejected: its blocks that were too stale.
+        is_reduced: its update waits for the factor that clips it, so its clock is under BSP.
+    """
+
+    discarded: Collection[int] = ()
+    rejected: Collection[int] = ()
+    is_reduced: bool = False
+
+
+_TAKEN = StepEnd()
+"""All of it is applied."""
 
 
 class PushEncoder:
@@ -114,6 +135,8 @@ class PushEncoder:
         step = self._steps.setdefault(clock, _Step())
         if block in step.newest:
             step.replaced.append(step.newest.pop(block))
+        if is_final:
+            step.final.add(block)
         length = self._table.block_length(block)
         if self._residuals is None:
             out = self._taken(self._codec.payload_bytes(length))
@@ -164,8 +187,7 @@ class PushEncoder:
 
     def keep_only(self, clock: int, blocks: Collection[int]) -> None:
         """All other blocks of the open step are withdrawn."""
-        step = self._steps.setdefault(clock, _Step())
-        step.replaced += [step.newest.pop(block) for block in [*step.newest] if block not in blocks]
+        self._withdraw(self._steps.setdefault(clock, _Step()), blocks)
         if self._residuals is not None:
             self._residuals.keep_only(blocks)
 
@@ -175,29 +197,56 @@ class PushEncoder:
         """The open step is sealed, with this contribution scale, and a factor that clips it."""
         step = self._steps.setdefault(clock, _Step())
         step.scale = scale
+        if clip_scale is not None:
+            step.clip_scale = clip_scale
+            step.taken = 1.0 if self._is_bsp(clock) else clip_scale
         if not takes_part:
-            step.replaced += step.newest.values()
-            step.newest.clear()
+            self._withdraw(step, ())
         if self._residuals is not None:
-            taken = 1.0 if clip_scale is None or self._is_bsp(clock) else clip_scale
-            self._residuals.seal(scale, takes_part=takes_part, taken=taken)
+            self._residuals.seal(clock, scale, takes_part=takes_part, taken=step.taken)
 
-    def ended(self, clock: int, discarded: Collection[int]) -> None:
-        """Every entry of a sealed step has ended; the servers discarded some of its blocks."""
+    @staticmethod
+    def _withdraw(step: _Step, but: Collection[int]) -> None:
+        kept = {*but, *step.final}
+        step.replaced += [step.newest.pop(block) for block in [*step.newest] if block not in kept]
+
+    def ended(self, clock: int, end: StepEnd = _TAKEN) -> None:
+        """Every entry of a sealed step has ended."""
         step = self._steps.pop(clock, None)
         if step is None:
             return
-        for block in discarded:
-            coded = step.newest.get(block)
-            if coded is not None and self._residuals is not None:
-                elements = np.empty(self._table.block_length(block), np.float32)
-                decode_into(coded.payload.data, coded.codec, elements.view(np.uint8), Codec.FP32)
-                mask = self._absent(block, step.presence[block])
-                if mask is not None:
-                    elements[mask] = 0  # the servers have ignored them
-                self._residuals.give_back(block, elements, step.scale)
+        if self._residuals is not None:
+            for block in step.newest:
+                self._learn(self._residuals, clock, block, step, end)
+            self._residuals.ended(clock)
         for _, payload in (*step.newest.values(), *step.replaced):
             self._free_up(payload)
+
+    def _learn(
+        self, residuals: Residuals, clock: int, block: int, step: _Step, end: StepEnd
+    ) -> None:
+        """Take note of what came of a block."""
+        is_final = block in step.final
+        if block in end.rejected:
+            residuals.revise(clock, block, 0.0)
+            return
+        if step.clip_scale != 1.0 and not is_final:
+            is_bsp = end.is_reduced or bool(end.discarded) or self._is_bsp(clock)
+            taken = 1.0 if is_bsp else step.clip_scale
+            if taken != step.taken:  # the setting was not the one that the seal was sent with
+                residuals.revise(clock, block, taken / step.taken)
+        if block in end.discarded:
+            residuals.give_back(block, self._decoded(step, block), step.scale)
+
+    def _decoded(self, step: _Step, block: int) -> Floats:
+        """A block, as servers have it."""
+        codec, payload = step.newest[block]
+        elements = np.empty(self._table.block_length(block), np.float32)
+        decode_into(payload.data, codec, elements.view(np.uint8), Codec.FP32)
+        mask = self._absent(block, step.presence[block])
+        if mask is not None:
+            elements[mask] = 0  # the servers have ignored them
+        return elements
 
     # --- in checkpoints
 

@@ -9,25 +9,35 @@ Rules:
     - Of a step that servers clip by itself (SSP, ASP), what they did not take in is kept as
       clipped: part of the gradient, and all of what was left before.
     - What servers discard of a sealed step, since it came too late, comes back.
+    - In a block that they reject as too stale a step has no part: its gradient is computed anew,
+      and what was left before stays, also if later steps were sealed by then.
     - A codec may keep other numbers of a block beside them, its start: the step's count once it is
       sealed, too. They have no unit, and nothing of them comes back.
 
 Invariants:
-    RES-1  Over all steps that took part: the sum of scale * gradient = the sum of scale * what the
-           servers took in, + the newest scale * the residual, as float32 rounds. Where servers
-           clip a step by itself, its scale is times that factor.
+    RES-1  Over all blocks of steps that took part: the sum of scale * gradient = the sum of scale *
+           what the servers took in, + the newest scale * the residual, as float32 rounds. Where
+           servers clip a step by itself, its scale is times that factor.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from ps_core.codecs.int8_passes import Floats
 from ps_core.errors import InvalidCheckpoint
 from ps_core.tables.table import Table
+
+
+class _Change(NamedTuple):
+    """The change that a sealed step made to what is left of a block, and the unit of then."""
+
+    elements: Floats
+    unit: float
 
 
 class Residuals:
@@ -45,6 +55,10 @@ class Residuals:
         self._newest = np.zeros(table.block_count, np.uint8)  # which of the two counts
         self._open: set[int] = set()  # blocks pushed in the open step
         self._final: set[int] = set()  # those of them that are applied on arrival
+        # Of each block: its newest sealed step that has not ended, whose other number is what was
+        # left before; and what older ones have changed, since that number is another step's now.
+        self._returnable: dict[int, int] = {}
+        self._changes: dict[int, dict[int, _Change]] = {}
         self._unit = 0.0  # 0: no step has been sealed
 
     def pair(self, block: int, *, is_final: bool = False) -> tuple[Floats, Floats]:
@@ -58,9 +72,11 @@ class Residuals:
         self._open.add(block)
         if is_final:
             self._final.add(block)
-        which = self._newest[block]
-        part = self._part(block)
-        return self._values[which, part], self._values[1 - which, part]
+        before, left = self._both(block)
+        clock = self._returnable.pop(block, None)
+        if clock is not None:
+            self._changes.setdefault(clock, {})[block] = _Change(before - left, self._unit)
+        return before, left
 
     def starts(self, block: int) -> tuple[Floats, Floats]:
         """As `pair`, of the block's start. Shapes: (numbers of it,)."""
@@ -71,7 +87,9 @@ class Residuals:
         """The open step's other blocks are withdrawn, if that is still possible."""
         self._open.intersection_update({*blocks, *self._final})
 
-    def seal(self, scale: float, *, takes_part: bool = True, taken: float = 1.0) -> None:
+    def seal(
+        self, clock: int, scale: float, *, takes_part: bool = True, taken: float = 1.0
+    ) -> None:
         """The open step is sealed, with this contribution scale.
 
         Args:
@@ -81,31 +99,62 @@ class Residuals:
         counted = self._open if takes_part else self._final
         if counted or takes_part:
             self._count(counted, scale, taken)
+            self._returnable.update(dict.fromkeys(counted, clock))
         self._open.clear()
         self._final.clear()
 
     def _count(self, blocks: set[int], scale: float, taken: float) -> None:
         ratio = self._unit / scale if self._unit else 1.0
         for block in blocks:
-            which, part = self._newest[block], self._part(block)
-            before, left = self._values[which, part], self._values[1 - which, part]
+            before, left = self._both(block)
             share = 1.0 if block in self._final else taken
             if share != 1.0:
                 left *= np.float32(share)
             if ratio != share:
                 left += np.float32(ratio - share) * before
-            self._newest[block] = 1 - which
+            if ratio != 1.0:
+                before *= np.float32(ratio)
+            self._newest[block] = 1 - self._newest[block]
         if ratio != 1.0:
             for block in range(self._table.block_count):
                 if block not in blocks:
-                    self._values[self._newest[block], self._part(block)] *= np.float32(ratio)
+                    self._values[:, self._part(block)] *= np.float32(ratio)
         self._unit = scale
 
     def give_back(self, block: int, elements: Floats, scale: float) -> None:
         """A block of a sealed step, of that scale, was discarded: its elements come back."""
+        self._add(block, np.float32(scale / self._unit) * elements)
+
+    def revise(self, clock: int, block: int, share: float) -> None:
+        """Servers take `share` times as much of a block of a sealed step as was counted; it has not
+        ended. 0: it has no part in the block, and only what was left before stays.
+        """
+        if self._returnable.get(block) == clock:
+            if not share:
+                self._newest[block] = 1 - self._newest[block]  # its start, too
+                del self._returnable[block]
+                return
+            counts, before = self._both(block)
+            change = _Change(counts - before, self._unit)
+        else:
+            found = self._changes.get(clock, {}).get(block)
+            if found is None:  # it was withdrawn
+                return
+            change = found
+        self._add(block, np.float32((share - 1.0) * change.unit / self._unit) * change.elements)
+
+    def ended(self, clock: int) -> None:
+        """Nothing of a sealed step is revised any more."""
+        self._changes.pop(clock, None)
+        for block in [block for block, newest in self._returnable.items() if newest == clock]:
+            del self._returnable[block]
+
+    def _add(self, block: int, elements: Floats) -> None:
+        """Both numbers: an open step has begun with the one, and the other is what it leaves; so it
+        is with a step that has not ended.
+        """
         if np.isfinite(elements).all():
-            factor = np.float32(scale / self._unit)
-            self._values[self._newest[block], self._part(block)] += factor * elements
+            self._values[:, self._part(block)] += elements
 
     # --- in checkpoints
 
@@ -138,6 +187,9 @@ class Residuals:
         self._values[0] = flat
         self._starts[0] = 0 if starts is None or starts.shape != self._starts[0].shape else starts
         self._open.clear()
+        self._final.clear()
+        self._returnable.clear()
+        self._changes.clear()
         self._unit = unit
 
     def add(self, flat: Floats, unit: float) -> None:
@@ -150,8 +202,7 @@ class Residuals:
         self._unit = self._unit or unit
         factor = np.float32(unit / self._unit)
         for block in range(self._table.block_count):
-            part = self._part(block)
-            self._values[self._newest[block], part] += factor * flat[part]
+            self._add(block, factor * flat[self._part(block)])
 
     def _check(self, flat: Floats) -> None:
         count = self._table.spec.element_count
@@ -160,6 +211,11 @@ class Residuals:
                 f"the residuals of table '{self._table.spec.name}' have {flat.shape} elements; "
                 f"expected {count}"
             )
+
+    def _both(self, block: int) -> tuple[Floats, Floats]:
+        """The number of each element that counts, and the other."""
+        which, part = self._newest[block], self._part(block)
+        return self._values[which, part], self._values[1 - which, part]
 
     def _part(self, block: int) -> slice:
         begin = block * self._table.spec.block_elements

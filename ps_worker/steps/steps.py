@@ -32,7 +32,7 @@ from ps_core.tables.elements import NATIVE_CODEC, Codec, DType, check_length
 from ps_core.tables.optimizers import Hyperparameters
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
-from ps_worker.compression.push_encoder import PushEncoder
+from ps_worker.compression.push_encoder import PushEncoder, StepEnd
 from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs
 from ps_worker.spec.rows import RowBatch, cut_ids, payloads_of, rows_of
 from ps_worker.spec.values import Array, BlockValues, Raw, merged, region_of, tensor_named
@@ -454,9 +454,7 @@ class TableSteps:
         ended = [ticket for ticket in self._not_ended if ticket.done()]
         for ticket in ended:
             self._not_ended.remove(ticket)
-            has_failed = ticket.future.exception() is not None
-            blocks = () if has_failed else ticket.future.result().discarded_blocks
-            self.encoder.ended(ticket.clock, blocks)
+            self.encoder.ended(ticket.clock, _end_of(ticket.future))
 
     def assign_step(self) -> TableStep:
         """The step of clock 0 that gives initial values; InvalidConfig if they have been given."""
@@ -536,6 +534,14 @@ class TableSteps:
             if self._open is None:
                 self.clock += count
                 self.skipped_count += count if is_owed else 0
+
+
+def _end_of(future: Future[StepResult]) -> StepEnd:
+    """The end of a step, for the encoder of its pushes."""
+    if future.exception() is not None:
+        return StepEnd()
+    found = future.result()
+    return StepEnd(found.discarded_blocks, found.rejected, bool(found.squares))
 
 
 class PushResiduals:

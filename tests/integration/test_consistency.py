@@ -112,6 +112,22 @@ def test_what_is_too_stale_is_turned_away_and_named(team: Team) -> None:
     np.testing.assert_array_equal(one.pull(tables[0]), _ones(-102.0))
 
 
+def test_what_was_too_stale_leaves_what_a_codec_had_left_before(team: Team) -> None:
+    """Its gradient is computed anew, and must not come twice (RES-1)."""
+    one, two, _ = team.workers
+    tables = team.tables("asp:reject=1", push_codec="topk:0.25")
+    residuals = tables[0].steps.residuals
+    assert residuals is not None
+    one.wait(one.push(tables[0], _ones()))
+    left = residuals.state_dict()["residuals"].numpy()
+    assert np.count_nonzero(left) == ELEMENTS * 3 // 4
+    one.pull(tables[0])
+    for _ in range(2):
+        two.wait(two.push(tables[1], _ones()))
+    assert one.wait(one.push(tables[0], _ones(100.0))).rejected == (0, 1, 2)
+    np.testing.assert_array_equal(residuals.state_dict()["residuals"].numpy(), left)
+
+
 @pytest.mark.parametrize(("policy", "scale"), [("damp=0.5", 0.4), ("divide", 1 / 3)])
 def test_what_is_stale_is_scaled(team: Team, policy: str, scale: float) -> None:
     one, two, _ = team.workers

@@ -22,7 +22,7 @@ from ps_core.errors import InvalidCheckpoint, InvalidConfig, InvalidTensor
 from ps_core.keys import TableId
 from ps_core.tables.elements import Codec, DType, pack_presence
 from ps_core.tables.table import Table
-from ps_worker.compression.push_encoder import CodedPayload, PushEncoder, decode_into
+from ps_worker.compression.push_encoder import CodedPayload, PushEncoder, StepEnd, decode_into
 from ps_worker.compression.residuals import Residuals
 from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs, codecs_of
 from ps_worker.spec.optimizers import SGD, Assign
@@ -97,7 +97,7 @@ class Step:
             self.twin.taken[part(block)] += self.scale * taken
 
     def end(self, discarded: set[int]) -> None:
-        self.twin.encoder.ended(self.clock, discarded)
+        self.twin.encoder.ended(self.clock, StepEnd(discarded=discarded))
         for block in discarded & self.sent.keys():
             self.twin.taken[part(block)] -= self.scale * self.sent[block][1]
 
@@ -167,7 +167,7 @@ def test_elements_of_absent_tensors_are_nothing_and_leave_their_residuals(codec:
     after = encoder.state_dict()["residuals"].numpy()
     assert np.array_equal(after[80:BLOCK], before[80:BLOCK])
     assert np.allclose(taken[:80] + after[:80], before[:80] + 0.125, atol=1e-6)
-    encoder.ended(2, {0})
+    encoder.ended(2, StepEnd(discarded={0}))
     back = encoder.state_dict()["residuals"].numpy()
     assert np.array_equal(back[80:BLOCK], before[80:BLOCK]), "servers take nothing of them"
     assert np.allclose(back[:80], before[:80] + 0.125, atol=1e-6)
@@ -184,7 +184,7 @@ def test_a_payload_stays_as_it_is_until_its_step_has_ended() -> None:
     _, other = encoder.encode(2, BlockValues(0, (3 * gradient).data.cast("B")))
     assert (first.tobytes(), again.tobytes()) == kept
     assert kept[0] != kept[1]
-    encoder.ended(1, ())
+    encoder.ended(1)
     _, reused = encoder.encode(2, BlockValues(0, gradient.data.cast("B")))
     assert {id(reused)} <= {id(first), id(again)}
     assert reused is not other
@@ -505,7 +505,7 @@ def through(encoder: PushEncoder) -> Callable[[int, Floats], Floats]:
         encoder.sealed(clock, 1.0, takes_part=True)
         out = np.empty(BLOCK, np.float32)
         decode_into(payload.data, codec, out.view(np.uint8), Codec.FP32)
-        encoder.ended(clock, ())
+        encoder.ended(clock)
         return out
 
     return pushed

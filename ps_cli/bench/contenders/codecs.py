@@ -58,7 +58,7 @@ class _Coder:
         ]
         self._encoder.sealed(self._clock, 1.0, takes_part=True)
         taken_s = time.perf_counter() - began_s
-        self._encoder.ended(self._clock, ())
+        self._encoder.ended(self._clock)
         return taken_s
 
     def decode(self) -> float:
