@@ -5,7 +5,8 @@
 
 Rules:
     - `encode_largest` takes the largest elements; of equal ones, the first. `encode_random` takes
-      one of each of so many parts of about the same length, drawn by a hash of a key.
+      one of each of so many parts of about the same length, drawn by a hash of a key; in its place
+      an element of the part that is not finite.
     - What is not taken is given back to the caller, to be added to the next gradient.
     - An element that is not finite is larger than all others, and leaves what was left before.
 
@@ -68,6 +69,9 @@ def encode_random(gradient: Floats, before: Floats, left: Floats, payload: Bytes
     places = (bounds[:-1] + share.astype(np.float64) * np.diff(bounds)).astype(np.uint32)
     with np.errstate(over="ignore", invalid="ignore"):
         np.add(gradient, before, out=left)
+    if not np.isfinite(left).all():
+        broken = np.flatnonzero(~np.isfinite(left))
+        places[np.searchsorted(bounds, broken, side="right") - 1] = broken
     values, sent = parts(payload)
     sent[:] = places
     values[:] = left[places]

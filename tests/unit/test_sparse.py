@@ -120,7 +120,7 @@ def test_random_places_are_ascending_and_nothing_is_lost(
 def test_random_places_are_every_place_in_time() -> None:
     count, seen = 1000, set[int]()
     for key in range(200):
-        payload, left = np.empty(8 * 50, np.uint8), np.empty(count, np.float32)
+        payload, left = np.empty(8 * 50, np.uint8), np.zeros(count, np.float32)
         sparse.encode_random(np.ones(count, np.float32), left, left.copy(), payload, key * 77_777)
         seen |= set(sparse.parts(payload)[1].tolist())
     assert len(seen) == count
@@ -147,6 +147,23 @@ def test_an_element_that_is_not_finite_goes_and_leaves_what_was_left(bad: float)
     assert np.isfinite(left).all()
     assert not payloads.is_finite(Codec.SPARSE, payload, 3000)
     assert payloads.is_finite(Codec.SPARSE, largest(before, before, 9)[0], 3000)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("places", [(2000,), (1999, 2000, 2001), (0, 2999), tuple(range(3000))])
+def test_an_element_that_is_not_finite_goes_whatever_is_drawn(
+    bad: float, places: tuple[int, ...]
+) -> None:
+    """Else it would stay in what is left, for ever, and servers would not refuse the step."""
+    before = np.full(3000, 0.25, np.float32)
+    gradient, left = np.ones_like(before), np.empty_like(before)
+    gradient[[*places]] = bad
+    payload = np.empty(8 * 3, np.uint8)
+    sparse.encode_random(gradient, before, left, payload, 1)
+    assert not payloads.is_finite(Codec.SPARSE, payload, 3000)
+    assert (left[[*places]] == 0.25).all()
+    assert np.isfinite(left).all()
+    sparse.decode(payload, left)  # the places are still ascending
 
 
 def test_more_elements_that_are_not_finite_than_go_leave_what_was_left() -> None:
