@@ -68,11 +68,13 @@ class StepEnd(NamedTuple):
     """The end of a sealed step.
 
     Attributes:
+        takes_effect: False: it has failed, and no server applies more of it than came on arrival.
         discarded: its blocks in ranges that were updated without it.
         rejected: its blocks that were too stale.
         is_reduced: its update waits for the factor that clips it, so its clock is under BSP.
     """
 
+    takes_effect: bool = True
     discarded: Collection[int] = ()
     rejected: Collection[int] = ()
     is_reduced: bool = False
@@ -227,7 +229,7 @@ class PushEncoder:
     ) -> None:
         """Take note of what came of a block."""
         is_final = block in step.final
-        if block in end.rejected:
+        if block in end.rejected or not (end.takes_effect or self._came_on_arrival(step, block)):
             residuals.revise(clock, block, 0.0)
             return
         if step.clip_scale != 1.0 and not is_final:
@@ -237,6 +239,14 @@ class PushEncoder:
                 residuals.revise(clock, block, taken / step.taken)
         if block in end.discarded:
             residuals.give_back(block, self._decoded(step, block), step.scale)
+
+    def _came_on_arrival(self, step: _Step, block: int) -> bool:
+        """True for a block that servers applied before its step failed; they refuse a NaN."""
+        if block not in step.final:
+            return False
+        if self._table.spec.allow_non_finite:
+            return True
+        return bool(np.isfinite(self._decoded(step, block)).all())
 
     def _decoded(self, step: _Step, block: int) -> Floats:
         """A block, as servers have it."""

@@ -10,7 +10,9 @@ Rules:
       clipped: part of the gradient, and all of what was left before.
     - What servers discard of a sealed step, since it came too late, comes back.
     - In a block that they reject as too stale a step has no part: its gradient is computed anew,
-      and what was left before stays, also if later steps were sealed by then.
+      and what was left before stays, also if later steps were sealed by then. So it is with all
+      blocks of a step that fails, as one with a NaN, or beside an edit of another worker; but for
+      those that were applied on arrival.
     - A codec may keep other numbers of a block beside them, its start: the step's count once it is
       sealed, too. They have no unit, and nothing of them comes back.
 

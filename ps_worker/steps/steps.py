@@ -539,9 +539,9 @@ class TableSteps:
 def _end_of(future: Future[StepResult]) -> StepEnd:
     """The end of a step, for the encoder of its pushes."""
     if future.exception() is not None:
-        return StepEnd()
+        return StepEnd(takes_effect=False)
     found = future.result()
-    return StepEnd(found.discarded_blocks, found.rejected, bool(found.squares))
+    return StepEnd(found.applied, found.discarded_blocks, found.rejected, bool(found.squares))
 
 
 class PushResiduals:

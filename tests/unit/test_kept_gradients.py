@@ -15,7 +15,7 @@ import pytest
 
 from ps_core.codecs.choices import PushCodec
 from ps_core.codecs.int8_passes import Floats
-from ps_core.errors import EditRefused
+from ps_core.errors import EditRefused, InvalidTensor
 from ps_core.keys import TableId
 from ps_core.tables.elements import Codec, unpack_presence
 from ps_core.tables.table import Table
@@ -51,6 +51,7 @@ class Sent:
     gradients: dict[int, Floats] = field(default_factory=dict)
     payloads: dict[int, Floats] = field(default_factory=dict)
     terms: StepTerms = field(default_factory=StepTerms)
+    fails: bool = False
 
 
 class Servers:
@@ -100,8 +101,13 @@ class Servers:
         clip: float | None = None,
         *,
         presence: bytes = b"",
+        fails: bool = False,
     ) -> PushTicket:
-        """Push these blocks, and seal the step; tensors of block 0 may be absent."""
+        """Push these blocks, and seal the step; servers refuse one that `fails`.
+
+        Args:
+            presence: of the tensors of block 0.
+        """
         step = self.steps.open_step()
         for block, gradient in gradients.items():
             bits = presence if block == 0 else b""
@@ -109,6 +115,7 @@ class Servers:
             there = gradient.copy()
             there[self._absent(block, bits)] = 0
             self.sent[step.clock].gradients[block] = there
+        self.sent[step.clock].fails = fails
         return step.seal(contribution_scale=scale, clip_scale=clip)
 
     # --- the servers
@@ -120,11 +127,10 @@ class Servers:
         is_bsp: bool = False,
         rejected: Collection[int] = (),
         discarded: Collection[int] = (),
-        fails: bool = False,
     ) -> None:
-        """End a step: some of its blocks are not applied, or it fails as a whole."""
+        """End a step, of which some blocks are not applied."""
         sent = self.sent.pop(clock)
-        if fails:
+        if sent.fails:
             sent.future.set_exception(EditRefused("another worker made an edit"))
             return
         clip = sent.terms.clip_scale
@@ -265,3 +271,45 @@ def test_what_is_discarded_while_a_step_is_open_comes_back_though_it_was_encoded
     step.seal()
     servers.end(2)
     servers.check(10.0)
+
+
+# --- steps that fail
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_step_that_fails_leaves_what_was_left_before(codec: str, seed: int) -> None:
+    """A NaN in one block has all blocks skipped; an edit of another worker is as bad."""
+    draw = np.random.default_rng(seed)
+    servers = Servers(codec)
+    for _ in range(30):
+        gradients = gradients_of(draw, 10.0 ** draw.integers(-1, 2))
+        fails = draw.integers(3) == 0
+        if fails and draw.integers(2):
+            gradients[min(gradients)][3] = np.nan
+        servers.step(gradients, float(draw.choice(SCALES)), fails=fails)
+        for clock in sorted(servers.sent):
+            if draw.integers(3):
+                servers.end(clock)
+                servers.check(1e3)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_of_an_eager_step_that_fails_only_what_was_refused_is_as_before(bad: float) -> None:
+    """Servers have applied the other blocks on arrival."""
+    servers, gradient = Servers("int8"), np.linspace(-1, 1, BLOCK, dtype=np.float32)
+    servers.step({0: gradient, 1: gradient})
+    servers.end(1)
+    before = servers.kept()
+    wrong = gradient.copy()
+    wrong[40] = bad
+    step = servers.steps.open_step()
+    for block, pushed in enumerate((gradient, wrong)):
+        step.push_blocks([BlockValues(block, pushed.data.cast("B"))], eager=())
+    step.seal()
+    arrived = servers.sent[2].payloads[0]
+    servers.sent.pop(2).future.set_exception(InvalidTensor("non-finite gradient"))
+    kept = servers.kept()
+    assert np.array_equal(kept[part(1)], before[part(1)])
+    assert np.allclose(kept[part(0)], before[part(0)] + gradient - arrived, atol=1e-6)
+    assert not np.array_equal(kept[part(0)], before[part(0)])
