@@ -63,7 +63,7 @@ from ps_worker.spec.values import (
     writable_raw_of,
 )
 from ps_worker.steps.held_values import HeldValues
-from ps_worker.steps.setting_by_clock import bsp_clocks
+from ps_worker.steps.setting_by_clock import reduction_of
 from ps_worker.steps.steps import (
     Pulled,
     PullTicket,
@@ -345,8 +345,8 @@ class ClientTables:
             if codecs.push is not None and not self._connection.is_reader:
                 load_kernels(codecs.push.codec, native)
                 told = partial(_tell_of_fall_back, table.spec.name, codecs.push)
-                is_bsp = bsp_clocks(table, lambda: self._engine.view)
-                encoder = PushEncoder(table, codecs.push, self._engine.session.rank, told, is_bsp)
+                reads = reduction_of(table, lambda: self._engine.view)
+                encoder = PushEncoder(table, codecs.push, self._engine.session.rank, told, *reads)
             steps = TableSteps(
                 table,
                 self._engine.steps,

@@ -93,6 +93,7 @@ class PushEncoder:
         on_fall_back: is called when a block falls back to INT8, because its residual has outgrown
             its gradients, with the number of blocks that have.
         is_bsp: True for a clock under BSP, where servers clip a sum, and not a step.
+        mean_of: the number of workers whose steps an update is the mean of; 0 if it is of no mean.
     """
 
     def __init__(
@@ -102,11 +103,13 @@ class PushEncoder:
         rank: int,
         on_fall_back: Callable[[int], None] = lambda _: None,
         is_bsp: Callable[[int], bool] = lambda _: True,
+        mean_of: Callable[[], int] = lambda: 0,
     ) -> None:
         self._codec = push.codec
         self._push = push
         self._on_fall_back = on_fall_back
         self._is_bsp = is_bsp
+        self._mean_of = mean_of
         is_low_rank = push.codec is Codec.LOW_RANK
         self._matrices = [
             block_matrix(table, block, push.matrix_rank) if is_low_rank else None
@@ -273,6 +276,7 @@ class PushEncoder:
         residuals = _casts().elements(flat, Codec.FP32)
         guard = _casts().elements(self._guard.state().data.cast("B"), Codec.FP64)
         found = {"residuals": residuals, "scale": self._residuals.unit, "guard": guard}
+        found["mean_of"] = self._mean_of()
         starts = self._residuals.flat_starts()
         if starts.size:
             found["starts"] = _casts().elements(starts.data.cast("B"), Codec.FP32)
@@ -282,7 +286,7 @@ class PushEncoder:
         """Go on from saved residuals; InvalidCheckpoint if they are of another table."""
         if self._residuals is not None and state:
             starts = state["starts"].numpy() if "starts" in state else None
-            self._residuals.load(state["residuals"].numpy(), float(state["scale"]), starts)
+            self._residuals.load(self._owed(state), float(state["scale"]), starts)
             if "guard" in state:
                 self._guard.load(state["guard"].numpy())
 
@@ -291,7 +295,15 @@ class PushEncoder:
         has seen are left.
         """
         if self._residuals is not None and state:
-            self._residuals.add(state["residuals"].numpy(), float(state["scale"]))
+            self._residuals.add(self._owed(state), float(state["scale"]))
+
+    def _owed(self, state: Mapping[str, Any]) -> Floats:
+        """Saved residuals. What was a part of the mean of so many workers is the same amount of the
+        mean of those that there are now.
+        """
+        saved: Floats = state["residuals"].numpy()
+        before, now = int(state.get("mean_of", 0)), self._mean_of()
+        return saved if before == now or not (before and now) else saved * np.float32(now / before)
 
     # --- elements
 

@@ -1,5 +1,5 @@
-"""The settings of one table by clock; a view has only the newest, which may take effect after the
-worker's next step (SEMANTICS S6).
+"""The settings of one table by clock, and what they make of a worker's steps. A view has only the
+newest setting, which may take effect after the worker's next step (SEMANTICS S6).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from ps_core.cluster_view import ClusterView
 from ps_core.consistency import Consistency, Mode
 from ps_core.tables.table import Table
+from ps_core.tables.table_spec import Reduction
 
 _KEPT_CLOCKS = 10
 """A step that has not ended is at most so many clocks behind the next but one."""
@@ -37,12 +38,24 @@ class SettingByClock:
         return seen[max((after for after in seen if after < clock), default=min(seen))]
 
 
-def bsp_clocks(table: Table, view: Callable[[], ClusterView]) -> Callable[[int], bool]:
-    """A function that is True for clocks of the table that are under BSP, by the newest view."""
+def reduction_of(
+    table: Table, view: Callable[[], ClusterView]
+) -> tuple[Callable[[int], bool], Callable[[], int]]:
+    """Two functions, by the newest view: one is True for clocks of the table under BSP, the other
+    counts the workers whose steps an update is the mean of; 0 if it is of no mean.
+    """
     settings = SettingByClock()
 
-    def is_bsp(clock: int) -> bool:
-        newest = view().tables_by_id.get(table.table_id, table)  # without it, it was removed
-        return settings.at(newest, clock).mode is Mode.BSP
+    def newest() -> Table:
+        return view().tables_by_id.get(table.table_id, table)  # without it, it was removed
 
-    return is_bsp
+    def is_bsp(clock: int) -> bool:
+        return settings.at(newest(), clock).mode is Mode.BSP
+
+    def mean_of() -> int:
+        setting = newest().consistency
+        if setting.mode is not Mode.BSP or table.spec.reduction is not Reduction.MEAN:
+            return 0
+        return max(len(view().awaited_ranks) - setting.backup_workers, 1)
+
+    return is_bsp, mean_of

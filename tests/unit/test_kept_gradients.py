@@ -7,22 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ps_core.change import TableChange
+from ps_core.cluster_view import ClusterView
 from ps_core.codecs.choices import PushCodec
 from ps_core.codecs.int8_passes import Floats
+from ps_core.consistency import Mode
 from ps_core.errors import EditRefused, InvalidTensor
 from ps_core.keys import TableId
 from ps_core.tables.elements import Codec, unpack_presence
 from ps_core.tables.table import Table
 from ps_worker.compression.push_encoder import PushEncoder, decode_into
 from ps_worker.spec.optimizers import SGD
-from ps_worker.spec.settings import table_spec
+from ps_worker.spec.settings import ASP, TableOptions, table_spec
 from ps_worker.spec.values import BlockValues
+from ps_worker.steps.setting_by_clock import SettingByClock, reduction_of
 from ps_worker.steps.steps import PushBody, PushTicket, StepResult, TableSteps
 from ps_worker.window.push_window import StepTerms
 
@@ -313,3 +317,61 @@ def test_of_an_eager_step_that_fails_only_what_was_refused_is_as_before(bad: flo
     assert np.array_equal(kept[part(1)], before[part(1)])
     assert np.allclose(kept[part(0)], before[part(0)] + gradient - arrived, atol=1e-6)
     assert not np.array_equal(kept[part(0)], before[part(0)])
+
+
+# --- resumed runs
+
+
+@pytest.mark.parametrize(("before", "now", "factor"), [(4, 2, 0.5), (2, 3, 1.5), (3, 3, 1.0)])
+def test_what_was_owed_as_part_of_a_mean_is_the_same_amount_of_another(
+    before: int, now: int, factor: float
+) -> None:
+    """Of this worker's own, and of another's; in no mean it is a part of the sum, as it is."""
+    gradient = np.linspace(-1, 1, BLOCK, dtype=np.float32)
+
+    def encoder(count: int) -> PushEncoder:
+        return PushEncoder(table(), PushCodec.parsed("topk:0.1"), 0, mean_of=lambda: count)
+
+    old = encoder(before)
+    old.encode(1, BlockValues(0, gradient.data.cast("B")))
+    old.sealed(1, 0.5, takes_part=True)
+    saved = old.state_dict()
+    left = saved["residuals"].numpy()
+    assert left.any()
+    for count, expected in ((now, factor), (0, 1.0)):
+        new = encoder(count)
+        new.load_state_dict(saved)
+        assert np.allclose(new.state_dict()["residuals"].numpy(), expected * left)
+        new.take_over(saved)
+        assert np.allclose(new.state_dict()["residuals"].numpy(), 2 * expected * left)
+    del saved["mean_of"]  # of an older checkpoint
+    older = encoder(now)
+    older.load_state_dict(saved)
+    assert np.array_equal(older.state_dict()["residuals"].numpy(), left)
+
+
+def test_an_update_is_a_mean_of_workers_under_bsp_alone() -> None:
+    """Without those that it may lack; of a sum it is none."""
+    view = ClusterView(1, "c", 5, 1, (), (), ())
+    for setting, reduction, expected in (
+        ("bsp", "mean", 5),
+        ("bsp:backup=2", "mean", 3),
+        ("bsp", "sum", 0),
+        ("ssp:1", "mean", 0),
+        ("asp", "mean", 0),
+    ):
+        options: TableOptions = {"consistency": setting, "reduction": reduction}
+        spec = table_spec("t", 8, SGD(lr=1.0), options)
+        seen = replace(view, tables=(Table(TableId(1), 0, spec),))
+        is_bsp, mean_of = reduction_of(seen.tables[0], lambda: seen)  # noqa: B023 - called here
+        assert mean_of() == expected
+        assert is_bsp(3) == setting.startswith("bsp")
+
+
+def test_a_step_that_is_far_behind_has_the_first_setting_that_is_known() -> None:
+    """Clocks may be skipped while it is on its way."""
+    settings, seen = SettingByClock(), table()
+    assert settings.at(seen, 1).mode is Mode.BSP
+    seen = replace(seen, change=TableChange(1, 20, ASP()))
+    assert [settings.at(seen, clock).mode for clock in (101, 5, 21)] == [Mode.ASP] * 3
+    assert SettingByClock().at(seen, 20).mode is Mode.BSP
