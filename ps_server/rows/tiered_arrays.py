@@ -19,6 +19,7 @@ Rules:
 
 Invariants:
     TA-1  A row has a frame or a record, and who has which is told the same from both sides.
+    TA-2  A frame is in one write at most, and is marked until that ends, whatever row it gets.
 """
 
 from __future__ import annotations
@@ -419,7 +420,8 @@ class TieredArrays:
         to, rest = free[: len(of)], free[len(of) :]
         places, own_places = self._frames.places(of), self._frames.places(to)
         for name in self._frames.names:
-            self._frames.put(name, own_places, self._frames.get(name, places, len(of)))
+            if name != _WRITING:  # a write that is under way may name the frames that are free
+                self._frames.put(name, own_places, self._frames.get(name, places, len(of)))
         self._put_kept(_AT, self._get_frames(_OWNER, to), to)
         self._free, self._free_count = [rest] if len(rest) else [], len(rest)
         self._frame_count = left_count
@@ -501,7 +503,9 @@ class TieredArrays:
             self._frames.put(name, self._frames.places(frames), rows)
 
     def audit(self) -> Numbers:
-        """Check TA-1 for all rows and frames; for tests. Returns the positions of the records."""
+        """Check TA-1 and TA-2 for all rows and frames; for tests. Returns the positions of the
+        records.
+        """
         at = self._at(np.arange(self._count))
         owners = self._get_frames(_OWNER, np.arange(self._frame_count))
         positions = self._get_frames(_POSITION, np.arange(self._frame_count))
@@ -516,6 +520,13 @@ class TieredArrays:
             and not bool((owners[free] >= 0).any() or (positions[free] >= 0).any()),
             "TA-1",
             f"{len(resident)} rows in memory of {len(used)} frames, {len(free)} free",
+        )
+        written = np.concatenate([np.empty(0, np.int64), *(each.frames for each in self._writes)])
+        marked = np.flatnonzero(self._get_frames(_WRITING, np.arange(self._frame_count)))
+        check(
+            np.array_equal(np.sort(written), marked),
+            "TA-2",
+            f"{len(written)} frames are written, {len(marked)} marked so",
         )
         return np.concatenate((positions[positions >= 0], -1 - at[cold]))
 

@@ -1,4 +1,6 @@
-"""A store whose rows are mostly on disk, against one with all of them in memory (TA-1, RF-1)."""
+"""A store whose rows are mostly on disk, against one with all of them in memory (TA-1, TA-2,
+RF-1).
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,12 @@ from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import Eviction, RowsSpec, RowStorage, TableSpec
 from ps_core.work import Work, at_once
+from ps_server.rows.row_arrays import Column
+from ps_server.rows.row_file import RowFile
+from ps_server.rows.row_index import Moves
+from ps_server.rows.row_memory import RowMemory
 from ps_server.rows.row_tier import RowTier
-from ps_server.rows.tiered_arrays import RowsLost
+from ps_server.rows.tiered_arrays import RowsLost, TieredArrays
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_pieces import PartitionSnapshot
 from ps_server.values.row_store import RowStore
@@ -285,3 +291,81 @@ def test_a_row_that_comes_from_the_disk_late_is_the_newest() -> None:
     disk.let_go()
     both.pull([0])
     both.tiered.audit()
+
+
+class SlowDisk(DeferredDisk):
+    """Operations end when somebody waits for them, or has the test end them."""
+
+    def __init__(self) -> None:
+        super().__init__("slow")
+        self.begun: list[Deferred] = []
+
+    def submit(self, operation: Callable[[], OSError | None]) -> Deferred:
+        self.begun.append(super().submit(operation))
+        return self.begun[-1]
+
+    def ends_now(self) -> bool:
+        return False
+
+
+class SetFrames(RowMemory):
+    """So many more frames find memory; below 0: so many are too many."""
+
+    fit_count = 0
+
+    def frames_that_fit(self, count: int, frame_bytes: int) -> int:
+        del frame_bytes
+        return min(count, self.fit_count)
+
+
+class OneColumn:
+    """Rows of a partition, each with its number, on a disk that is slow."""
+
+    COUNT = 128
+
+    def __init__(self) -> None:
+        self.disk = SlowDisk()
+        tier = RowTier(self.disk, least_frame_count=1)
+        self.memory = SetFrames(tier=tier)
+        columns = {VALUES: Column(1, np.dtype(np.float32))}
+        self.arrays = TieredArrays(columns, (), RowFile(self.disk, 4), tier, self.memory)
+        self.memory.fit_count = self.COUNT
+        at_once(self.arrays.extending(self.COUNT))
+        numbers = np.arange(self.COUNT)
+        values = numbers[:, None].astype(np.float32)
+        self.arrays.put(VALUES, self.arrays.places(numbers), values)
+
+    def make_space(self, fit_count: int) -> None:
+        """Write rows, drop them, or give frames back, as it takes for so many more frames."""
+        self.memory.fit_count = fit_count
+        at_once(self.arrays.fetching(np.empty(0, np.int64)))
+
+    def values(self, count: int) -> list[float]:
+        places = self.arrays.places(np.arange(count))
+        found: list[float] = self.arrays.get(VALUES, places, count)[:, 0].tolist()
+        return found
+
+
+def test_a_row_whose_frame_an_earlier_write_had_is_not_dropped_before_its_own_has_ended() -> None:
+    """The frame's row was evicted, and the last frame was given back, whose row came there."""
+    rows = OneColumn()
+    arrays, left_count = rows.arrays, rows.COUNT - 1
+    rows.make_space(0)  # writes the rows of the first frames
+    (first,) = rows.disk.begun
+    at_once(arrays.moving(Moves.where(np.arange(rows.COUNT) == 0)))
+    rows.make_space(-1)  # gives the last frame back: its row comes into the first one
+    arrays.audit()
+    others = np.arange(1, left_count)
+    arrays.places(others)  # they are in use
+    rows.make_space(-8)
+    assert len(rows.disk.begun) == 2
+    first.result()
+    rows.make_space(0)
+    arrays.places(others)
+    rows.make_space(-16)  # drops rows that the disk has
+    assert rows.values(left_count) == [left_count, *range(1, left_count)]
+    for write in rows.disk.begun:
+        write.result()
+    rows.make_space(0)
+    assert rows.values(left_count) == [left_count, *range(1, left_count)]
+    arrays.audit()
