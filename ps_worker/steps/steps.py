@@ -64,6 +64,19 @@ class StepResult:
     anew. `clock` is that of the last time; `rejected` has the blocks that it gave up."""
 
 
+class StepFuture(Future[StepResult]):
+    """The end of a step.
+
+    Attributes:
+        squares: as of `StepResult`, of a step that has failed: pushes of it were refused, and its
+            seals ended all the same. None: they did not, or it has not failed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.squares: Mapping[int, float] | None = None
+
+
 def after_round(earlier: StepResult, result: StepResult) -> StepResult:
     """The result of a step whose rejected blocks were computed anew, with this result."""
     return replace(
@@ -208,7 +221,7 @@ class TableStep:
         self._block_bytes = table.spec.block_elements * width
         self._last_block = table.block_count - 1
         self._last_bytes = table.block_length(self._last_block) * width
-        future: Future[StepResult] = Future()
+        future = StepFuture()
         self.ticket = PushTicket(table, clock, future, lambda: self.is_sealed)
         sink.open_step(table, clock, future)
 

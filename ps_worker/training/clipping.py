@@ -28,7 +28,7 @@ import torch
 from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidConfig
 from ps_worker.spec.training_options import TrainingOptions
-from ps_worker.steps.steps import PushTicket, StepResult
+from ps_worker.steps.steps import PushTicket, StepFuture, StepResult
 from ps_worker.training.tables.step_scale import StepScale
 
 if TYPE_CHECKING:
@@ -164,8 +164,10 @@ class UpdateScaling:
 
     All of it happens on the background thread as answers come: a wait for the step includes it, and
     a wait that expires has nothing to resume. The norm is summed exactly, whatever the tables'
-    ranges are; all workers get the same squares, so they compute the same scale. A worker that
-    lacks squares, because its step came too late, sends no scale: others do.
+    ranges are; all workers get the same squares, so they compute the same scale. A worker whose
+    pushes were refused gets them too, and sends the scale as the others: perhaps each of them was
+    refused something. One that lacks squares, because its step came too late or its seal was
+    refused, sends no scale: others do.
 
     Attributes:
         tickets: to wait for beside those of the steps, in their order.
@@ -186,24 +188,25 @@ class UpdateScaling:
     def _ended(self, _future: Future[StepResult]) -> None:
         if next(self._ended_counts) < len(self._steps):
             return
-        if any(ticket.future.exception() is not None for _, ticket in self._steps):
-            for own in self.tickets:
-                own.future.set_result(StepResult(own.clock, False, 0))  # not used
-            return
-        results = [ticket.future.result() for _, ticket in self._steps]
-        squares = [square for result in results for square in result.squares.values()]
+        told = [_squares_of(ticket.future) for _, ticket in self._steps]
         is_whole = all(
-            len(result.squares) in (0, handle.table.block_count)
-            for result, (handle, _) in zip(results, self._steps, strict=True)
+            each is not None and len(each) in (0, handle.table.block_count)
+            for each, (handle, _) in zip(told, self._steps, strict=True)
         )
+        squares = [square for each in told if each for square in each.values()]
         if squares and is_whole:
             self.norm = _norm_of(squares)
-        for result, (handle, _), own in zip(results, self._steps, self.tickets, strict=True):
-            if self.norm is None or not result.squares:
-                own.future.set_result(result)
+        for own_squares, (handle, step), own in zip(told, self._steps, self.tickets, strict=True):
+            if self.norm is None or not own_squares:
+                if step.future.exception() is None:
+                    own.future.set_result(step.future.result())
+                else:
+                    own.future.set_result(StepResult(own.clock, False, 0))  # not used
                 continue
             factor = min(self._max_norm / (self.norm + _EPSILON), 1.0)  # NaN for NaN
-            scaled = handle.steps.scale(result.clock, factor)
+            if not (math.isfinite(factor) or handle.spec.allow_non_finite):
+                factor = 0.0  # NaN would be refused, and the update wait for ever
+            scaled = handle.steps.scale(own.clock, factor)
             scaled.future.add_done_callback(partial(_pass_on, own.future))
 
 
@@ -219,6 +222,13 @@ def scaled_updates(
     for (part, _), ticket in zip(steps, scaling.tickets, strict=True):
         part.pending.add(ticket)
     return scaling
+
+
+def _squares_of(step: Future[StepResult]) -> Mapping[int, float] | None:
+    """The squares that a step was told that has ended; None if its seals did not end."""
+    if step.exception() is None:
+        return step.result().squares
+    return step.squares if isinstance(step, StepFuture) else None
 
 
 def _norm_of(squares: Sequence[float]) -> float:

@@ -203,10 +203,14 @@ class TrainedRows:
         self.pending.add(step.seal(self._terms, skip=True))
 
     def finish(self, *, is_skipped: bool = False) -> StepResult | None:
-        """Wait for the steps that were sealed, as `Client.wait`. Returns the last one's result."""
+        """Wait for the steps that were sealed, as `Client.wait`. Returns the last one's result, or
+        None if it has failed, and that was told.
+        """
         self.pending.wait((InvalidTensor,) if is_skipped else ())
         ticket, self._ticket = self._ticket, None
-        return None if ticket is None else ticket.future.result()
+        if ticket is None or ticket.future.exception() is not None:
+            return None
+        return ticket.future.result()
 
 
 def check_rows_fit(rows: str, optimizer: ServerOptimizer, options: TrainingOptions) -> None:

@@ -24,7 +24,7 @@ from ps_runtime.cluster import wire
 from ps_runtime.grpc.errors import error_from_proto
 from ps_runtime.system.clock import now_s
 from ps_worker.steps.counters import Counters
-from ps_worker.steps.steps import PushBody, StepResult
+from ps_worker.steps.steps import PushBody, StepFuture, StepResult
 from ps_worker.transport.links import ServerLinks
 from ps_worker.transport.metrics import MEASURES
 from ps_worker.transport.push_pull_stream import StreamEntry
@@ -346,6 +346,10 @@ class PushDriver:
         if failures:
             for error in failures[1:4]:
                 failures[0].add_note(f"also: {error.message}")
+            future = self._futures.get((ended.table_id, ended.clock))
+            has_ended = all(block is not None for block, _ in ended.problems)  # not so: seals
+            if isinstance(future, StepFuture) and has_ended:
+                future.squares = self._squares(ended)
             self._finish(ended.table_id, ended.clock, failures[0])
             return
         # A final seal is not a step of the script.

@@ -13,13 +13,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ps_core.errors import UpdateFailed
+from ps_core.errors import TableFull, UpdateFailed
 from ps_core.keys import TableId
 from ps_core.tables.elements import DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
-from ps_worker.steps.steps import PushBody, StepResult, TableHandle, TableSteps
+from ps_worker.steps.steps import PushBody, StepFuture, StepResult, TableHandle, TableSteps
 from ps_worker.training.clipping import UpdateScaling, multiply_gradients, norm_and_factor
 from ps_worker.window.push_window import StepTerms
 
@@ -38,6 +38,7 @@ class Servers:
             64 * block_count,
             OptimizerSpec(OptimizerKind.SGD),
             block_elements=64,
+            allow_non_finite=table_id == 1,
         )
         self.table_id = table_id
         table = Table(TableId(table_id), 0, spec.validated())
@@ -81,6 +82,13 @@ class Model:
     def answer(self, table: int, squares: Mapping[int, float]) -> None:
         """The step of a table has ended."""
         self.servers[table].steps[0].set_result(StepResult(CLOCK, True, 0, squares=squares))
+
+    def refuse(self, table: int, squares: Mapping[int, float]) -> None:
+        """The step of a table has ended, and pushes of it were refused."""
+        step = self.servers[table].steps[0]
+        assert isinstance(step, StepFuture)
+        step.squares = squares
+        step.set_exception(TableFull("full"))
 
     @property
     def norm(self) -> float | None:
@@ -155,6 +163,26 @@ def test_a_step_that_failed_sends_no_scale_for_any() -> None:
     assert model.scales == [[], []]
 
 
+def test_a_step_whose_pushes_were_refused_sends_the_scale_as_the_others() -> None:
+    """They have ended with the squares of all workers; perhaps each worker was refused a table."""
+    model = Model(max_norm=1.0)
+    model.refuse(0, {0: 9.0, 1: 7.0})
+    model.answer(1, {0: 9.0})
+    assert model.norm == 5.0
+    assert model.scales == [[1.0 / (5.0 + EPSILON)]] * 2
+    for each in model.servers:
+        each.steps[1].set_result(StepResult(CLOCK, True, 0))
+    assert model.done == [True, True]
+
+
+def test_a_table_of_which_all_were_refused_has_no_part_in_the_norm() -> None:
+    model = Model(max_norm=2.0)
+    model.refuse(0, {})
+    model.answer(1, {0: 16.0})
+    assert model.scales == [[], [2.0 / (4.0 + EPSILON)]]
+    assert model.done == [True, False]
+
+
 def test_a_scale_that_fails_fails_its_ticket() -> None:
     model = Model()
     model.answer(0, {0: 9.0, 1: 9.0})
@@ -171,12 +199,14 @@ def test_a_scale_that_fails_fails_its_ticket() -> None:
     [(1e308, math.inf, 0.0), (math.inf, math.inf, 0.0), (math.nan, math.nan, math.nan)],
 )
 def test_squares_that_overflow_or_are_no_numbers(square: float, norm: float, factor: float) -> None:
+    """A table that takes no NaN would refuse the scale, and its update wait for ever."""
     model = Model()
     model.answer(0, {0: square, 1: square})
     model.answer(1, {0: square})
     assert model.norm == pytest.approx(norm, nan_ok=True)
-    (scale,), _ = model.scales
+    (scale,), finite = model.scales
     assert scale == pytest.approx(factor, nan_ok=True)
+    assert finite == [0.0]
 
 
 # --- the worker's own gradients

@@ -17,12 +17,13 @@ from ps_core.errors import (
     InvalidTensor,
     NotPermitted,
     PushpullError,
+    TableFull,
     Unauthenticated,
 )
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, key_ranges
 from ps_core.tables.elements import Codec, DType
 from ps_worker.steps.counters import Counters
-from ps_worker.steps.steps import PushBody, StepResult
+from ps_worker.steps.steps import PushBody, StepFuture, StepResult
 from ps_worker.transport.links import ServerLinks
 from ps_worker.transport.metrics import MEASURES
 from ps_worker.transport.push_driver import PushDriver
@@ -138,8 +139,8 @@ class Driven:
                 self.has_sent.clear()
                 await self.has_sent.wait()
 
-    def open(self, clock: int = 1) -> Future[StepResult]:
-        future: Future[StepResult] = Future()
+    def open(self, clock: int = 1) -> StepFuture:
+        future = StepFuture()
         self.driver.open_step(BLOCKS, clock, future)
         return future
 
@@ -156,9 +157,7 @@ class Driven:
         self.driver.replies(ONE, said)
         await turn()
 
-    async def step(
-        self, clock: int = 1, terms: StepTerms | None = None, **more: Any
-    ) -> Future[StepResult]:
+    async def step(self, clock: int = 1, terms: StepTerms | None = None, **more: Any) -> StepFuture:
         """A step of three blocks, with sequences from `first` on, all received; its seal is next.
         All but the seal have taken effect.
         """
@@ -262,6 +261,37 @@ def test_a_step_ends_with_the_squares_of_each_block() -> None:
         await on.say(COMMITTED, 5, outcome=APPLIED)
         assert scaled.result(timeout=0).squares == {}
         assert MEASURES.steps.count == steps, "a scale is no step"
+
+    driven(scene)
+
+
+def test_a_step_whose_push_was_refused_has_the_squares_if_its_seals_have_ended() -> None:
+    """Other workers' updates wait for their scale, and perhaps each worker was refused a push."""
+
+    async def scene(on: Driven) -> None:
+        future = on.open()
+        on.push(0, 1, 2)
+        on.driver.seal(BLOCKS, 1, StepTerms(clip_scale=1.0))
+        await turn()
+        await on.say(RECEIVED, 1, 2)
+        full = error_of(types_pb2.ERROR_CODE_TABLE_FULL, "full")
+        await on.say(parameters_pb2.REPLY_KIND_ERROR, 3, error=full)
+        seal = on.sent[-1]
+        assert isinstance(seal, parameters_pb2.Seal)
+        assert seal.skip
+        await on.say(COMMITTED, 1, 2, outcome=SKIPPED)
+        await on.say(COMMITTED, 3, outcome=parameters_pb2.OUTCOME_WITHDRAWN)
+        await on.say(COMMITTED, 4, outcome=APPLIED, squares=[1.0, 2.0, 4.0])
+        assert isinstance(future.exception(timeout=0), TableFull)
+        assert future.squares == {0: 1.0, 1: 2.0, 2: 4.0}
+        await on.step(2, StepTerms(clip_scale=1.0))
+        error = error_of(types_pb2.ERROR_CODE_INVALID_CONFIG, "another lr")
+        refused = on.open(3)
+        on.driver.seal(BLOCKS, 3, StepTerms(clip_scale=1.0))
+        await turn()
+        await on.say(parameters_pb2.REPLY_KIND_ERROR, 9, error=error)
+        assert isinstance(refused.exception(timeout=0), InvalidConfig)
+        assert refused.squares is None
 
     driven(scene)
 
