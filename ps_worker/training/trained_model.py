@@ -696,9 +696,11 @@ class TrainedModel:
                 buffers.finish()
             self._finish_rows(sealed)
         except BaseException as error:
-            if isinstance(error, PushpullError) and not isinstance(error, WaitExpired):
-                self._sealed = None  # it has ended, with an error
             with uninterrupted():  # the script goes on: its changes come after the step
+                if isinstance(error, PushpullError) and not isinstance(error, WaitExpired):
+                    self._sealed = None  # it has ended, with an error
+                    if sealed.is_taken_over:  # the error is of buffers, or of rows
+                        self.awaited.begin(sealed.tickets)
                 for table in () if self.aggregates else sealed.tickets:
                     table.left()
                 for buffers in self.buffers:

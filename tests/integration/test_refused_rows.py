@@ -96,3 +96,17 @@ def test_clipped_steps_that_are_refused_at_each_worker_end_with_the_error() -> N
         assert worker.optimizer.clock == 3
 
     assert_alike(trained(steps, clip_norm=1.0))
+
+
+def test_values_are_awaited_though_rows_were_refused() -> None:
+    """The next forward pass has the update of the other worker."""
+
+    def steps(worker: Worker) -> None:
+        worker.step(None)
+        worker.step(worker.model.users if worker.client.rank == 0 else None)
+        values.append(worker.values())
+        worker.step(None)
+
+    values: list[list[torch.Tensor]] = []
+    assert_alike(trained(steps, overlap_pull=True))
+    assert_alike(values)
