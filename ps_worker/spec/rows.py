@@ -10,7 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -164,6 +164,22 @@ def cut_ids(ids: Ids, rows: RowsSpec) -> RowBatch:
     return RowBatch(ordered.keys, spans, places, ordered)
 
 
+def check_fit(table: Table, spans: Mapping[int, tuple[int, int]], row_bytes: int) -> None:
+    """InvalidConfig if the payload of a partition, ids and gradients, is too large for a message.
+    `spans` as of `RowBatch`; `row_bytes` of one gradient.
+    """
+    most = limits.FOREIGN_MAX_MESSAGE_BYTES
+    for block, (begin, end) in spans.items():
+        byte_count = (end - begin) * (limits.ROW_ID_BYTES + row_bytes)
+        if byte_count > most or end - begin > limits.MAX_ROW_COUNT:
+            raise InvalidConfig(
+                f"a step of table '{table.spec.name}' has {end - begin} rows of partition {block}, "
+                f"{byte_count} bytes; expected at most {limits.MAX_ROW_COUNT} and {most}: "
+                "push fewer rows a step, or create the table with more partitions than "
+                f"{rows_of(table).partition_count}"
+            )
+
+
 def payloads_of(
     table: Table, batch: RowBatch, gradients: npt.NDArray[Any], *, are_summed: bool = False
 ) -> Iterator[tuple[int, memoryview]]:
@@ -174,21 +190,13 @@ def payloads_of(
         gradients: (given ids, length); if `are_summed`, (distinct ids, length), as `batch.ids`.
     """
     length, width = gradients.shape[1], gradients.itemsize
-    most = limits.FOREIGN_MAX_MESSAGE_BYTES
+    check_fit(table, batch.spans, length * width)
     is_one = len(batch.spans) == 1
     if not (are_summed or is_one):  # once: each call takes long, of few rows too
         gradients = batch.groups.sums(gradients)
     for block, (begin, end) in batch.spans.items():
         split = (end - begin) * limits.ROW_ID_BYTES
-        byte_count = split + (end - begin) * length * width
-        if byte_count > most or end - begin > limits.MAX_ROW_COUNT:
-            raise InvalidConfig(
-                f"a step of table '{table.spec.name}' has {end - begin} rows of partition {block}, "
-                f"{byte_count} bytes; expected at most {limits.MAX_ROW_COUNT} and {most}: "
-                "push fewer rows a step, or create the table with more partitions than "
-                f"{rows_of(table).partition_count}"
-            )
-        payload = np.empty(byte_count, np.uint8)
+        payload = np.empty(split + (end - begin) * length * width, np.uint8)
         payload[:split].view(np.uint64)[:] = batch.ids[begin:end]
         rows = payload[split:].view(gradients.dtype).reshape(end - begin, length)
         if is_one and not are_summed:

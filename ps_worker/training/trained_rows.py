@@ -24,7 +24,7 @@ from ps_core.rows import Ids, sums_by_key
 from ps_core.tables.optimizers import Hyperparameters
 from ps_worker.client.pending import PendingTickets
 from ps_worker.spec.optimizers import Aggregate, Outer, ServerOptimizer
-from ps_worker.spec.rows import RowBatch, cut_ids, rows_of
+from ps_worker.spec.rows import RowBatch, check_fit, cut_ids, rows_of
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.steps import checked_hyperparameters
 from ps_worker.training.tables.inspection import is_finite
@@ -135,6 +135,16 @@ class TrainedRows:
         return [(batch, rows.grad) for batch, rows in self._passes if rows.grad is not None]
 
     # --- steps
+
+    def check_sizes(self) -> None:
+        """Raise what `prepare` would, before anything of the step is taken."""
+        table, given = self.handle.table, self._given()
+        row_bytes = table.spec.element_count * given[0][1].element_size() if given else 0
+        if len(given) == 1:
+            check_fit(table, given[0][0].spans, row_bytes)
+        elif given:
+            ids = np.concatenate([batch.ids for batch, _ in given])
+            check_fit(table, cut_ids(ids, rows_of(table)).spans, row_bytes)
 
     def begin_step(self, *, has_gradients: bool = True) -> None:
         """Take the hyperparameters for the step that `seal` ends; InvalidConfig if the optimizer

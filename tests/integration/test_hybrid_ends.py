@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import ps_worker as ps
+from ps_core import limits
 from tests.integration.command_line import environment
 from tests.integration.hybrid_jobs import InterruptingRate, Trainer
 from tests.integration.lane_cluster import LaneCluster, lane_cluster
@@ -187,6 +188,33 @@ def test_a_backward_pass_before_an_interrupted_step_has_ended_is_refused() -> No
         optimizer.step()
         assert optimizer.clock == 2
         torch.testing.assert_close(head.bias.detach(), expected - 0.1 * 3 - 0.1 * 30)
+
+
+def test_a_step_with_too_many_rows_is_refused_before_anything_of_it_is_taken() -> None:
+    """The script goes on with another batch, whatever it does about the error."""
+    with ps.local_cluster(servers=1, workers=1) as cluster, ps.connect(cluster.address) as client:
+        dim, count = 256, limits.FOREIGN_MAX_MESSAGE_BYTES // (8 + 4 * 256) + 1
+        rows = ps.Embedding(client, "rows", dim, optimizer=ps.SGD(lr=1.0), partitions=1)
+        head = torch.nn.Linear(dim, 1)
+        model = torch.nn.Sequential(rows, head)
+        optimizer = ps.HybridOptimizer(client, model, torch.optim.SGD(head.parameters(), lr=0.1))
+        many, few = torch.arange(count), torch.arange(3)
+        before = head.bias.detach().clone()
+        model(many).sum().backward()
+        with pytest.raises(ps.InvalidConfig, match=f"{count} rows of partition 0"):
+            optimizer.step()
+        assert torch.equal(head.bias.detach(), before)
+        optimizer.zero_grad()
+        for half in (many[:-3], many[3:]):  # each fits
+            model(half).sum().backward()
+        with pytest.raises(ps.InvalidConfig, match=f"{count} rows of partition 0"):
+            optimizer.step()
+        optimizer.zero_grad()
+        model(few).sum().backward()
+        assert (optimizer.clock, rows.table.clock) == (0, 0)
+        optimizer.step()
+        torch.testing.assert_close(head.bias.detach(), before - 0.1 * 3)
+        assert (optimizer.clock, rows.table.clock) == (1, 1)
 
 
 SCRIPT = """

@@ -288,8 +288,10 @@ class HybridOptimizer(torch.optim.Optimizer):
 
         Raises:
             InvalidTensor: a gradient is not finite at some worker; all have skipped the step.
-            InvalidConfig: `GradScaler.unscale_` was called, which does not reach rows; or the
-                workers have other learning rates, for instance: all have skipped the step.
+            InvalidConfig: `GradScaler.unscale_` was called, which does not reach rows; or there are
+                more rows of one partition than a message takes, and nothing of the step was taken,
+                so that the others wait for the next call; or the workers have other learning
+                rates, for instance: all have skipped the step.
             WorkerLost: another worker has ended, and so has this run.
             WaitExpired: a worker or a server is late. The next call, or `zero_grad`, ends the step;
                 likewise after Ctrl-C. A backward pass before that is refused.
@@ -314,6 +316,8 @@ class HybridOptimizer(torch.optim.Optimizer):
     def _step(self, scale: StepScale) -> None:
         worker_count = self._client.world_size
         problem = "" if scale.skip or self._may_be_infinite else self._problem()
+        for rows in () if scale.skip or problem else self.servers.trained_model.rows:
+            rows.check_sizes()  # before the others count on the step
         control = [0.0] * (1 + 2 * worker_count)
         control[0] = float(scale.skip)
         control[1 + self._client.rank] = float(bool(problem))
