@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, NoReturn, ParamSpec, TypeVar, Unpack
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ps_core.consistency import Consistency
@@ -52,7 +52,7 @@ from ps_worker.spec.settings import consistency_of
 from ps_worker.spec.training_options import OptimizerOptions, TrainingOptions
 from ps_worker.steps.steps import StepResult
 from ps_worker.training import joining
-from ps_worker.training.among_workers.process_group import data_parallel_modules
+from ps_worker.training.among_workers.process_group import check_reduces_alone
 from ps_worker.training.among_workers.worker_group import worker_group
 from ps_worker.training.embedding import has_embeddings, owned_rows
 from ps_worker.training.interrupts import uninterrupted
@@ -68,7 +68,12 @@ from ps_worker.training.optimizer_state import (
 )
 from ps_worker.training.served_state import pulled_arrays, torch_state
 from ps_worker.training.tables.awaited_parameters import AwaitedParameters
-from ps_worker.training.tables.step_scale import StepScale, amp_scale_of, check_unscaled
+from ps_worker.training.tables.step_scale import (
+    StepScale,
+    amp_scale_of,
+    check_unscaled,
+    forgets_scale,
+)
 from ps_worker.training.tables.trained_table import TrainedTable
 from ps_worker.training.trained_model import TrainedModel
 from ps_worker.training.trained_rows import TrainedRows
@@ -221,7 +226,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         has_rows = self._module is not None and has_embeddings(self._module)
         self._check_options(checked, has_rows=has_rows)
         groups = named_groups(parameters, self._module, may_be_empty=has_rows)
-        _check_reduces_alone(groups, self._client.world_size)
+        check_reduces_alone(groups, self._client.world_size)
         if self._model.moves and checked.is_eager:
             raise InvalidConfig(
                 f"mode is 'eager' with {type(optimizer).__name__}, which pushes what a whole step "
@@ -306,6 +311,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # --- torch's own verbs
 
+    @forgets_scale
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
@@ -347,7 +353,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 the script changes meanwhile are an edit of the step after it.
         """
         if not self._has_stepped:  # frameworks wrap the model when they have the optimizer
-            _check_reduces_alone(self.param_groups, self._client.world_size)
+            check_reduces_alone(self.param_groups, self._client.world_size)
             self._has_stepped = True
         if not self._model.is_repeated:
             self._model.end_step()
@@ -776,25 +782,3 @@ def _check_known(
             f"{imported.url} has {shown}{more}, which model '{name}' does not have; expected the "
             "state dict of this model, or one that was imported with --prefix for another"
         )
-
-
-def _check_reduces_alone(groups: Iterable[Mapping[str, Any]], worker_count: int) -> None:
-    """Refuse parameters of a module in torch's DistributedDataParallel, which reduces their
-    gradients as well: a framework wraps modules if it finds torchrun's variables. Looks at all
-    objects of a process that is in a process group of several.
-    """
-    if worker_count == 1 or not distributed.is_available() or not distributed.is_initialized():
-        return
-    if distributed.get_world_size() == 1:
-        return
-    ours = {id(parameter) for group in groups for parameter in group["params"]}
-    for found in data_parallel_modules():
-        process_count = found.process_group.size()
-        if process_count > 1 and any(id(parameter) in ours for parameter in found.parameters()):
-            raise InvalidConfig(
-                f"the model is in DistributedDataParallel with {process_count} processes, and this "
-                f"is one of {worker_count} workers: gradients would be reduced twice, and a "
-                "framework deals out the data twice. Train the module itself; if a framework "
-                "has wrapped it, remove RANK, WORLD_SIZE and LOCAL_RANK from os.environ after "
-                "ps.connect(), before the framework is set up"
-            )

@@ -217,6 +217,29 @@ def test_a_step_with_too_many_rows_is_refused_before_anything_of_it_is_taken() -
         assert (optimizer.clock, rows.table.clock) == (1, 1)
 
 
+def test_a_loss_scale_does_not_outlive_a_step_that_raises() -> None:
+    """Of one that is interrupted, and one that is refused after `unscale_`, both given up."""
+    with ps.local_cluster(servers=1, workers=1) as cluster, ps.connect(cluster.address) as client:
+        model, head, optimizer, rate = interruptible(client)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        expected = head.bias.detach().clone()
+        for step, (error, count) in enumerate([(KeyboardInterrupt, 1), (ps.InvalidConfig, 0)]):
+            scaler.scale(model(torch.arange(3)).sum()).backward()
+            if step == 1:
+                scaler.unscale_(optimizer)
+            rate.left = 1 - step
+            with pytest.raises(error):
+                scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()  # which ends the step that was interrupted
+            scaler.scale(model(torch.arange(3)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            expected -= 0.1 * 3 * (1 + count)
+            torch.testing.assert_close(head.bias.detach(), expected)
+
+
 SCRIPT = """
 import signal, os, sys
 import torch

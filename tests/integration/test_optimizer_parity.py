@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
 import ps_worker as ps
+from tests.integration.hybrid_jobs import InterruptingRate
 from tests.integration.training_models import (
     BLOCK,
     Branched,
@@ -147,6 +148,36 @@ def test_gradient_scaler_with_an_overflow_equals_torch(client: ps.Client, clips:
         pair.check(step)
     assert scalers[0].get_scale() == scalers[1].get_scale()
     assert not hasattr(pair.optimizer, "found_inf")
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_loss_scale_does_not_outlive_a_step_that_raises(client: ps.Client, clips: bool) -> None:
+    """Steps that are refused or interrupted, and taken by the next call, and one that is not."""
+    pair = Pair(client, f"raise-{clips}", ps.SGD(lr=0.1), partial(torch.optim.SGD, lr=0.1))
+    group = pair.optimizer.param_groups[0]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in "ab"]
+    refused, interrupting = ("fast", ps.InvalidConfig), InterruptingRate(0.1)
+    wrong: dict[int, tuple[object, type[BaseException]]] = {
+        1: refused,
+        2: (interrupting, KeyboardInterrupt),
+        3: refused,
+    }
+    interrupting.left = 1
+    for step, x in enumerate(batches(5)):
+        for (model, optimizer), scaler in zip(pair.sides, scalers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(squared(model, x)).backward()
+            if clips or step == 3:
+                scaler.unscale_(optimizer)
+            if step in wrong and optimizer is pair.optimizer:
+                group["lr"], error = wrong[step]
+                with pytest.raises(error):
+                    scaler.step(optimizer)
+                group["lr"] = 0.1
+            if step != 3:
+                scaler.step(optimizer)
+            scaler.update()
+        pair.check(step)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

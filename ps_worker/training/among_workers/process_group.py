@@ -12,7 +12,7 @@ import ctypes
 import gc
 import os
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,6 +100,28 @@ def data_parallel_modules() -> list[DistributedDataParallel]:
     for kind in kinds:
         kinds += kind.__subclasses__()
     return [found for found in gc.get_referrers(*kinds) if type(found) in kinds]
+
+
+def check_reduces_alone(groups: Iterable[Mapping[str, Any]], worker_count: int) -> None:
+    """Refuse parameters of a module in torch's DistributedDataParallel, which reduces their
+    gradients as well: a framework wraps modules if it finds torchrun's variables. Looks at all
+    objects of a process that is in a process group of several.
+    """
+    if worker_count == 1 or not distributed.is_available() or not distributed.is_initialized():
+        return
+    if distributed.get_world_size() == 1:
+        return
+    ours = {id(parameter) for group in groups for parameter in group["params"]}
+    for found in data_parallel_modules():
+        process_count = found.process_group.size()
+        if process_count > 1 and any(id(parameter) in ours for parameter in found.parameters()):
+            raise InvalidConfig(
+                f"the model is in DistributedDataParallel with {process_count} processes, and this "
+                f"is one of {worker_count} workers: gradients would be reduced twice, and a "
+                "framework deals out the data twice. Train the module itself; if a framework "
+                "has wrapped it, remove RANK, WORLD_SIZE and LOCAL_RANK from os.environ after "
+                "ps.connect(), before the framework is set up"
+            )
 
 
 def backends() -> str:

@@ -58,7 +58,7 @@ from ps_worker.training.hybrid.workers_half import WorkersHalf
 from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.module_buffers import persistent_buffers
 from ps_worker.training.tables.inspection import is_finite
-from ps_worker.training.tables.step_scale import StepScale, amp_scale_of
+from ps_worker.training.tables.step_scale import StepScale, amp_scale_of, forgets_scale
 
 _SHOWN_COUNT = 5
 
@@ -275,6 +275,7 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     # --- torch's own verbs
 
+    @forgets_scale
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None
     ) -> float | None:

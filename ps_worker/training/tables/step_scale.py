@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from ps_core.errors import InvalidConfig
+
+_Self = TypeVar("_Self", bound=torch.optim.Optimizer)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,28 @@ def amp_scale_of(optimizer: torch.optim.Optimizer, rows: str = "") -> StepScale:
         return StepScale(skip=skip)
     # The inverse as GradScaler.unscale_ computes it, so that the products have the same bits.
     return StepScale(float(grad_scale.double().reciprocal().float()), skip)
+
+
+def forgets_scale(
+    step: Callable[Concatenate[_Self, _P], _T],
+) -> Callable[Concatenate[_Self, _P], _T]:
+    """An optimizer's `step` that leaves no loss scale behind when it raises.
+
+    `GradScaler` gives the optimizer a scale for one call, and takes it back only from a call that
+    returns. It multiplies the next by what is there: that step's gradients would count too little
+    by the whole loss scale.
+    """
+
+    @functools.wraps(step)
+    def forgetting(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return step(self, *args, **kwargs)
+        except BaseException:
+            for name in ("grad_scale", "found_inf"):
+                self.__dict__.pop(name, None)
+            raise
+
+    return forgetting
 
 
 def check_unscaled(optimizer: torch.optim.Optimizer) -> None:
