@@ -398,6 +398,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._client.checkpoints.save_points.reach(is_explicit=False)
             self._zeroed_at = self._client.engine.steps.mark
         _plain(_Base.zero_grad)(self, set_to_none)
+        self._model.group.renewed()
         self._client.engine.steps.has_gradient = False
         self._hook_trainable()
         for table in self._tables:

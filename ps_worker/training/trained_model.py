@@ -714,6 +714,7 @@ class TrainedModel:
                 self._ended_edit(sealed)
             else:
                 self._times.ended()
+                self.group.renewed()
                 self._untold = skipped_step(sealed.problem) or self._untold
         self._end_refused(sealed)
         if sealed.scaling is not None and sealed.scaling.norm is not None:

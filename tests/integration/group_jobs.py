@@ -224,6 +224,33 @@ def train_with_scaler(
     return trainer.values, scaler.get_scale()
 
 
+def take_again_with_scaler(
+    client: ps.Client, name: str, groups: Sequence[str], dtype: torch.dtype
+) -> tuple[str, torch.Tensor]:
+    """Gradients of 2 ** -27 times the rank plus 1, which float16 has only with their loss scale, in
+    a step that is refused, because one worker edits its parameters, and taken again.
+
+    Returns:
+        What the worker was told, and the parameters after a step of SGD(lr=2 ** 20).
+    """
+    model, told = seeded(Vector, seed=0).to(dtype), ""
+    optimizer = ps.DistributedOptimizer(
+        client, model, ps.SGD(lr=2.0**20), name=name, aggregate_within=groups[client.rank]
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (14 + client.rank))
+    scaler.scale(model.values.float().sum() * (2.0**-27 * (client.rank + 1))).backward()
+    if client.rank == 2:
+        nn.init.ones_(model.values)
+    try:
+        scaler.step(optimizer)
+    except ps.EditRefused as error:
+        told = error.message
+    if client.rank == 2:
+        nn.init.zeros_(model.values)
+    scaler.step(optimizer)
+    return told, model.values.detach().float()
+
+
 def edit(
     client: ps.Client, name: str, groups: Sequence[str], edited: Sequence[int]
 ) -> tuple[str, Values]:

@@ -221,6 +221,19 @@ def test_an_overflow_of_one_member_leaves_its_group_out(workers: Workers) -> Non
     assert [scale for _, scale in runs] == [2.0**8, 2.0**9, 2.0**9, 2.0**11]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_refused_step_with_loss_scales_is_taken_again_as_it_was(
+    workers: Workers, dtype: torch.dtype
+) -> None:
+    """With gradients that float16 cannot have without them."""
+    runs = workers.run(
+        jobs.take_again_with_scaler, name=f"again {dtype}", groups=PAIRS, dtype=dtype
+    )
+    for told, found in runs:
+        assert "was changed" in told
+        assert torch.equal(found, torch.full((64,), -2.5 * 2.0**-7))
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("edited", [(0, 1, 2, 3), (0,), (2,), (1, 2)], ids=str)
 def test_edits_are_taken_by_all_or_refused(workers: Workers, edited: Sequence[int]) -> None:

@@ -1,10 +1,13 @@
 """Gradients that the workers reduce among themselves, by torch.distributed.
 
     each worker: gradients, and some numbers --one all-reduce a dtype--> their mean, everywhere
+    each worker: .grad <--times its unit-- the mean, which is kept
 
 Rules:
     - All workers have the same mean, bit for bit: they add up the same values in rank order, or one
       all-reduce gives all of them the same.
+    - Gradients in float16 are added up in float32, and rounded again when they are given back: the
+      small ones are zero in float16 without their loss scale. bfloat16 has all that float32 has.
     - A parameter that has no gradient at a worker counts as zero there; one without a gradient at
       any worker has none after it.
     - Parameters in DistributedDataParallel, and FSDP's, have been reduced by then, and are left
@@ -23,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ps_worker.training.among_workers.peers import Peers
 from ps_worker.training.interrupts import uninterrupted
-from ps_worker.training.tables.inspection import is_finite
+from ps_worker.training.tables.inspection import largest_of
 
 _DIRECT_BYTES = 1 << 20
 """Values of all workers that each worker gets, and adds up itself: one hop in place of gloo's six,
@@ -78,14 +81,20 @@ def reduced_elsewhere(module: nn.Module) -> set[torch.Tensor]:
 
 
 class _Bucket:
-    """The gradients of one dtype on one device, one behind the other, after some numbers."""
+    """The gradients of one dtype on one device, one behind the other, after some numbers.
+
+    Attributes:
+        dtype: the gradients'.
+    """
 
     def __init__(self, kind: _Kind, parameters: Sequence[torch.Tensor], head_count: int) -> None:
-        device, dtype = kind
+        device, self.dtype = kind
         self.parameters = parameters
         count = head_count + sum(parameter.numel() for parameter in parameters)
-        self.values = torch.zeros(count, dtype=dtype, device=device)
+        summed = torch.float32 if self.dtype is torch.float16 else self.dtype
+        self.values = torch.zeros(count, dtype=summed, device=device)
         self.head, self.gradients = self.values[:head_count], self.values[head_count:]
+        self._is_mean = False
         self._work: Any = None
         self._received: torch.Tensor | None = None
         self.views = []
@@ -96,13 +105,16 @@ class _Bucket:
 
     def fill(self, scale: float) -> None:
         """Take in the gradients, times `scale`."""
+        self._is_mean = False
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is None:
                 view.zero_()
-            elif scale == 1.0:
+            elif scale == 1.0 or view.dtype is not self.dtype:
                 view.copy_(parameter.grad.detach())
             else:
                 torch.mul(parameter.grad.detach(), scale, out=view)
+        if scale != 1.0 and self.values.dtype is not self.dtype:
+            self.gradients.mul_(scale)
 
     def begin(self, worker_count: int, group: Group) -> None:
         """Begin to add up the workers' values; `finish` waits."""
@@ -131,28 +143,51 @@ class _Bucket:
                 for other in others:
                     self.values += other
 
-    def give_back(self, counts: Iterator[float], factor: float) -> None:
-        """Write the mean into the gradients; `counts` says how many workers had each."""
-        self.gradients.mul_(factor)
+    def divide(self, worker_count: int) -> None:
+        """Make the sums means, once."""
+        if not self._is_mean:
+            self.gradients.mul_(1.0 / worker_count)
+            self._is_mean = True
+
+    def give_back(self, counts: Iterator[float], unit: float) -> None:
+        """Write the mean times `unit` into the gradients; `counts` says how many workers had
+        each.
+        """
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if not next(counts):
                 parameter.grad = None
-            elif parameter.grad is None:
-                parameter.grad = view.clone()
+                continue
+            mean = view if unit == 1.0 else view * unit
+            if parameter.grad is None:
+                parameter.grad = mean.to(self.dtype, copy=unit == 1.0)
             else:
-                parameter.grad.copy_(view)
+                parameter.grad.copy_(mean)
 
 
 class Reduced(NamedTuple):
-    """The result of a reduction.
+    """The result of a reduction, the same at all workers.
 
     Attributes:
         control: the sums of the workers' numbers.
-        is_finite: no gradient has an infinity or a NaN, here and so everywhere.
+        largest: the largest magnitude of the mean, by the dtype of the gradients; NaN if it has
+            one.
     """
 
     control: list[float]
-    is_finite: bool
+    largest: list[tuple[torch.dtype, float]]
+
+    def fits(self, unit: float = 1.0) -> bool:
+        """True if the mean times `unit` is finite in the gradients' dtype."""
+        return all(magnitude * unit <= torch.finfo(dtype).max for dtype, magnitude in self.largest)
+
+    def unit(self, wanted: float) -> float:
+        """The first of `wanted`, its half, a quarter and so on that it fits in; 1 at least, unless
+        less is wanted.
+        """
+        unit = wanted
+        while unit > 1.0 and not self.fits(unit):
+            unit = max(unit / 2, 1.0)
+        return unit
 
 
 class GradientReduction:
@@ -188,6 +223,7 @@ class GradientReduction:
         ]
         others = [bucket for bucket in self._buckets if bucket is not self._head]
         self._sent = [self._head, *others]  # in the same order everywhere
+        self._counts: list[float] = []  # the workers that had each gradient
 
     def begin(self, control: Sequence[float], scale: float) -> None:
         """Begin to reduce the workers' gradients times `scale`; `finish` must follow."""
@@ -207,13 +243,21 @@ class GradientReduction:
             bucket.finish(peers)
 
     def finish(self) -> Reduced:
-        """Give all gradients the mean of the workers', once `wait` has ended."""
-        head: list[float] = self._head.head.tolist()
-        counts = iter(head[self._control_count :])
+        """Take the mean of the workers' gradients, once `wait` has ended. May be called again."""
         for bucket in self._buckets:
-            bucket.give_back(counts, 1.0 / self._worker_count)
-        are_finite = all(is_finite(bucket.gradients) for bucket in self._buckets)
-        return Reduced(head[: self._control_count], are_finite)
+            bucket.divide(self._worker_count)
+        largest = [(bucket.dtype, largest_of(bucket.gradients)) for bucket in self._buckets]
+        head: list[float] = self._head.head.tolist()
+        self._counts = head[self._control_count :]
+        return Reduced(head[: self._control_count], largest)
+
+    def give_back(self, unit: float = 1.0) -> None:
+        """Write the mean times `unit` into all gradients, after `finish`, as often as it is called.
+        None where no worker has one.
+        """
+        counts = iter(self._counts)
+        for bucket in self._buckets:
+            bucket.give_back(counts, unit)
 
 
 def _default_device() -> torch.device:

@@ -1,7 +1,8 @@
 """Workers that push and pull as one: they reduce their gradients, and share one pull.
 
     each member:  gradients --reduce--> the members' mean, everywhere
-    leader:       the mean, times their number --push--> servers
+    each member:  .grad <--the mean, times the member's loss scale
+    leader:       .grad, sealed with their number over its loss scale --push--> servers
     each member:  seal ------------------------------> servers
     leader:       parameters <--pull-- servers, --broadcast--> members
 
@@ -47,11 +48,15 @@ _Tables: TypeAlias = Sequence[TrainedTable]
 
 @dataclass(slots=True)
 class _BegunStep:
-    """A step that the members reduce; `agreed` is what they have agreed on."""
+    """A step that the members reduce; `agreed` is what they have agreed on, `unit` that of this
+    member's gradients: its loss scale, if the mean has room for it there.
+    """
 
     reduction: GradientReduction
+    scale: float
     problem: str
     agreed: StepScale | None = None
+    unit: float = 1.0
 
 
 class WorkerGroup:
@@ -81,6 +86,7 @@ class WorkerGroup:
         self._reduced: list[TrainedTable] = []
         self._reduction: GradientReduction | None = None
         self._begun: _BegunStep | None = None
+        self._is_in_less = False  # the gradients are in a smaller unit than their loss scale
         self._flag = torch.zeros(1, dtype=torch.uint8)  # 1: the leader has pulled the values
         self._shared: object = None  # the step whose values are broadcast, or were last
         self._works: list[Any] | None = None  # what has not ended of that; None: not begun
@@ -98,17 +104,23 @@ class WorkerGroup:
         """The step is sealed, or was given up by all workers."""
         self._begun = None
 
+    def renewed(self) -> None:
+        """The gradients of that step will not be used again."""
+        self._is_in_less = False
+
     def reduced(self, tables: _Tables, scale: StepScale) -> StepScale:
-        """Give the parameters of all tables that are awake the mean of the members' gradients times
-        `scale`; a later call ends what was begun.
+        """Give the parameters of all tables that are awake the mean of the members' gradients, in
+        the unit that this member's have; a later call ends what was begun. A step that is skipped
+        leaves them as they are.
 
         Returns:
-            The scale to seal the step with, the same at each member.
+            The scale to seal the step with: each member's makes the same of its gradients.
 
         Blocking: until every member has called it.
 
         Raises:
-            InvalidConfig: somebody has changed the consistency of a table.
+            InvalidConfig: somebody has changed the consistency of a table; or the gradients are in
+                a smaller unit than the loss scale.
             InvalidTensor: a gradient is sparse.
             WorkerLost: a worker of the cluster has ended.
             WaitExpired: a member is late; the next call waits on.
@@ -126,6 +138,8 @@ class WorkerGroup:
             begun.reduction.wait(self._peers)
             with uninterrupted():
                 begun.agreed = self._agreed(begun)
+                if not begun.agreed.skip:
+                    begun.reduction.give_back(begun.unit)
         return begun.agreed
 
     def _check_lockstep(self, tables: _Tables) -> None:
@@ -138,6 +152,12 @@ class WorkerGroup:
                 )
 
     def _begin(self, tables: list[TrainedTable], scale: StepScale) -> _BegunStep:
+        if self._is_in_less:
+            raise InvalidConfig(
+                "the gradients are those of a step that was not taken: their mean, which had no "
+                "room for the loss scale. Call the optimizer's zero_grad(), compute them anew, and "
+                "call step()"
+            )
         for entry in (entry for table in tables for entry in table.layout.placed):
             if entry.tensor.grad is not None:
                 check_dense(entry, entry.tensor.grad)
@@ -152,7 +172,7 @@ class WorkerGroup:
         has_problem = [float(bool(problem) and rank == self._rank) for rank in self._ranks]
         with uninterrupted():  # the others count on it
             self._reduction.begin([float(scale.skip), *has_problem], scale.contribution_scale)
-            self._begun = _BegunStep(self._reduction, problem)
+            self._begun = _BegunStep(self._reduction, scale.contribution_scale, problem)
         return self._begun
 
     def _agreed(self, begun: _BegunStep) -> StepScale:
@@ -161,11 +181,13 @@ class WorkerGroup:
         if not problem and any(problems):
             rank = next(r for r, has_one in zip(self._ranks, problems, strict=True) if has_one)
             problem = f"worker {rank}, of the same group, has a gradient with an infinity or a NaN"
-        if not (problem or skips or reduced.is_finite or self._may_be_infinite):
+        if not (problem or skips or reduced.fits() or self._may_be_infinite):
             problem = f"the sum of the gradients of workers {self._ranks} has an infinity or a NaN"
         if problem or skips:
             return StepScale(skip=True, problem=problem)
-        return StepScale(float(len(self._ranks)))
+        begun.unit = reduced.unit(1.0 / begun.scale)
+        self._is_in_less = begun.unit < 1.0 / begun.scale
+        return StepScale(len(self._ranks) / begun.unit)
 
     @contextlib.contextmanager
     def sharing(self, tables: _Tables, step: object) -> Iterator[None]:

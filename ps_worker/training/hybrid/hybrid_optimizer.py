@@ -83,8 +83,9 @@ class HybridOptimizer(torch.optim.Optimizer):
         gradient_norm: the norm that the last step of the workers' half was clipped by.
 
     Parameters in DistributedDataParallel, or FSDP2's, are reduced by these while backward runs;
-    others by `step`, in one all-reduce for each dtype. The workers begin with the parameters and
-    buffers of rank 0 (FSDP2's: with their own). Buffers are each worker's own after that.
+    others by `step`, in one all-reduce for each dtype, float16's in float32. The workers begin
+    with the parameters and buffers of rank 0 (FSDP2's: with their own). Buffers are each worker's
+    own after that.
 
     torch's process group is made if there is none. It takes in no worker that comes later, and ends
     when one is gone: then start all workers again, from the last checkpoint. A checkpoint of the
@@ -363,6 +364,7 @@ class HybridOptimizer(torch.optim.Optimizer):
     def _decide(self, opened: _OpenStep) -> None:
         """Take the workers' mean, and skip the step if one of them must."""
         reduced, scale, problem = self._reduction.finish(), opened.scale, opened.problem
+        self._reduction.give_back()
         worker_count = self._client.world_size
         skips, problems = reduced.control[0], reduced.control[1 : 1 + worker_count]
         others = [
@@ -379,7 +381,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         if not problem and any(problems):
             rank = next(rank for rank, is_one in enumerate(problems) if is_one)
             problem = f"worker {rank} has a gradient with an infinity or a NaN"
-        if not problem and not skips and not reduced.is_finite and not self._may_be_infinite:
+        if not problem and not skips and not reduced.fits() and not self._may_be_infinite:
             problem = f"the mean of the workers' gradients of {self._not_finite(self._reduced)}"
         opened.is_decided = True
         if skips or problem or others:

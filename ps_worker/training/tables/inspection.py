@@ -239,6 +239,14 @@ def is_finite(values: torch.Tensor) -> bool:
     return bool(torch.isfinite(least) and torch.isfinite(greatest))
 
 
+def largest_of(values: torch.Tensor) -> float:
+    """The largest magnitude; NaN if there is one. Waits for a device."""
+    if not values.numel():
+        return 0.0
+    least, greatest = torch.aminmax(values)
+    return float(torch.maximum(-least, greatest))
+
+
 def non_finite(tensors: Numbered) -> list[Answers]:
     """Has each of these tensors of devices an infinity or a NaN? Queues it on the devices."""
     groups: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[torch.Tensor]]] = {}
