@@ -251,6 +251,37 @@ def take_again_with_scaler(
     return told, model.values.detach().float()
 
 
+def train_beyond_half(
+    client: ps.Client, name: str, groups: Sequence[str], bad_group: str
+) -> tuple[list[str], torch.Tensor]:
+    """Push in float16, by SGD(lr=1): gradients of 1, then of 1e5 in one group, then of 8 with a
+    loss scale with which float16 has no room for them.
+
+    Returns:
+        What each step said, and the parameters.
+    """
+    model, told = seeded(Vector, seed=0), []
+    optimizer = ps.DistributedOptimizer(
+        client,
+        model,
+        ps.SGD(lr=1.0),
+        name=name,
+        push_codec="fp16",
+        aggregate_within=groups[client.rank],
+    )
+    second = 1e5 if groups[client.rank] == bad_group else 2.0
+    for gradient, scale in [(1.0, 1.0), (second, 1.0), (8.0, 2.0**16)]:
+        optimizer.zero_grad()
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        scaler.scale(model.values.sum() * gradient).backward()
+        try:
+            scaler.step(optimizer)
+            told.append("")
+        except ps.InvalidTensor as error:
+            told.append(error.message)
+    return told, model.values.detach()
+
+
 def edit(
     client: ps.Client, name: str, groups: Sequence[str], edited: Sequence[int]
 ) -> tuple[str, Values]:

@@ -234,6 +234,15 @@ def test_a_refused_step_with_loss_scales_is_taken_again_as_it_was(
         assert torch.equal(found, torch.full((64,), -2.5 * 2.0**-7))
 
 
+def test_a_mean_that_float16_cannot_hold_leaves_its_group_out(workers: Workers) -> None:
+    runs = workers.run(jobs.train_beyond_half, name="beyond", groups=PAIRS, bad_group="a")
+    for rank, (told, found) in enumerate(runs):
+        first, second, third = told
+        assert (first, third) == ("", "")
+        assert ("beyond what push_codec fp16 can hold" in second) == (PAIRS[rank] == "a")
+        assert torch.equal(found, torch.full((64,), -1.0 - 2.0 - 8.0))
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("edited", [(0, 1, 2, 3), (0,), (2,), (1, 2)], ids=str)
 def test_edits_are_taken_by_all_or_refused(workers: Workers, edited: Sequence[int]) -> None:

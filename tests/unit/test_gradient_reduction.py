@@ -83,3 +83,10 @@ def test_the_unit_is_the_loss_scale_if_the_mean_has_room(
     largest: list[tuple[torch.dtype, float]], wanted: float, unit: float
 ) -> None:
     assert Reduced([], largest).unit(wanted) == unit
+
+
+def test_a_limit_may_leave_less_room() -> None:
+    reduced = Reduced([], [(SINGLE, 8.0)])
+    assert reduced.unit(SCALE, 65504.0) == SCALE / 16
+    assert reduced.fits(limit=8.0)
+    assert not reduced.fits(limit=7.0)

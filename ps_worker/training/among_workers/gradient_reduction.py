@@ -16,6 +16,7 @@ Rules:
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -176,16 +177,19 @@ class Reduced(NamedTuple):
     control: list[float]
     largest: list[tuple[torch.dtype, float]]
 
-    def fits(self, unit: float = 1.0) -> bool:
-        """True if the mean times `unit` is finite in the gradients' dtype."""
-        return all(magnitude * unit <= torch.finfo(dtype).max for dtype, magnitude in self.largest)
+    def fits(self, unit: float = 1.0, limit: float = math.inf) -> bool:
+        """True if the mean times `unit` is finite in the gradients' dtype, and within the limit."""
+        return all(
+            magnitude * unit <= min(torch.finfo(dtype).max, limit)
+            for dtype, magnitude in self.largest
+        )
 
-    def unit(self, wanted: float) -> float:
+    def unit(self, wanted: float, limit: float = math.inf) -> float:
         """The first of `wanted`, its half, a quarter and so on that it fits in; 1 at least, unless
         less is wanted.
         """
         unit = wanted
-        while unit > 1.0 and not self.fits(unit):
+        while unit > 1.0 and not self.fits(unit, limit):
             unit = max(unit / 2, 1.0)
         return unit
 

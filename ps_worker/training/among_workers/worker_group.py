@@ -29,6 +29,7 @@ from torch import distributed
 
 from ps_core.consistency import Mode
 from ps_core.errors import InvalidConfig, PushpullError, WaitExpired
+from ps_core.tables.elements import Codec
 from ps_runtime.observe import logs
 from ps_runtime.system.capacity import machine_name
 from ps_worker.spec.training_options import HOST, TrainingOptions
@@ -42,6 +43,11 @@ from ps_worker.training.tables.trained_table import TrainedTable
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client
+
+_HALF_MOST = torch.finfo(torch.float16).max
+
+_MOST = 2.0**48
+"""The largest gradient in a unit above 1: so norms of it are finite at all members, or at none."""
 
 _Tables: TypeAlias = Sequence[TrainedTable]
 
@@ -167,25 +173,33 @@ class WorkerGroup:
         if self._reduction is None or tables != self._reduced:
             parameters = (entry.tensor for table in tables for entry in table.layout.placed)
             count = len(self._ranks)
-            self._reduction = GradientReduction(parameters, 1 + count, count, self._group)
+            self._reduction = GradientReduction(parameters, 2 + count, count, self._group)
             self._reduced = tables
         has_problem = [float(bool(problem) and rank == self._rank) for rank in self._ranks]
+        is_narrow = self.is_leader and any(_pushes_half(table) for table in tables)
+        control = [float(scale.skip), float(is_narrow), *has_problem]
         with uninterrupted():  # the others count on it
-            self._reduction.begin([float(scale.skip), *has_problem], scale.contribution_scale)
+            self._reduction.begin(control, scale.contribution_scale)
             self._begun = _BegunStep(self._reduction, scale.contribution_scale, problem)
         return self._begun
 
     def _agreed(self, begun: _BegunStep) -> StepScale:
         reduced, problem = begun.reduction.finish(), begun.problem
-        skips, *problems = reduced.control
+        skips, is_narrow, *problems = reduced.control
         if not problem and any(problems):
             rank = next(r for r, has_one in zip(self._ranks, problems, strict=True) if has_one)
             problem = f"worker {rank}, of the same group, has a gradient with an infinity or a NaN"
         if not (problem or skips or reduced.fits() or self._may_be_infinite):
             problem = f"the sum of the gradients of workers {self._ranks} has an infinity or a NaN"
+        most = _HALF_MOST if is_narrow else _MOST
+        if is_narrow and not (problem or skips or reduced.fits(limit=most)):
+            problem = (
+                f"the mean of the gradients of workers {self._ranks} is beyond what push_codec "
+                "fp16 can hold (65504), unlike bf16 and int8"
+            )
         if problem or skips:
             return StepScale(skip=True, problem=problem)
-        begun.unit = reduced.unit(1.0 / begun.scale)
+        begun.unit = reduced.unit(1.0 / begun.scale, most)
         self._is_in_less = begun.unit < 1.0 / begun.scale
         return StepScale(len(self._ranks) / begun.unit)
 
@@ -238,6 +252,12 @@ class WorkerGroup:
         while self._works:
             self._peers.wait(self._works[0], is_cpu=True)
             del self._works[0]
+
+
+def _pushes_half(table: TrainedTable) -> bool:
+    """True if its codec refuses what float16 cannot hold."""
+    push = table.handle.codecs.push
+    return push is not None and push.codec is Codec.FP16 and not table.options.allow_non_finite
 
 
 def worker_group(client: Client, options: TrainingOptions) -> WorkerGroup:
