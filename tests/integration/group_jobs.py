@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -148,6 +149,52 @@ class Vector(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.values = nn.Parameter(torch.zeros(64))
+
+
+class Attempts:
+    """Steps of SGD(lr=1). The gradient of each attempt is 10 times as large as that of the last, at
+    first 10 times the rank plus 1. The script zeroes it without the optimizer.
+
+    Args:
+        is_hooked: a backward pass computes it, and goes on if it is refused; else it is written.
+        edited: the value of all parameters before the second step.
+    """
+
+    def __init__(
+        self,
+        client: ps.Client,
+        name: str,
+        groups: Sequence[str],
+        *,
+        is_hooked: bool,
+        edited: float | None = None,
+    ) -> None:
+        self.model = seeded(Vector, seed=0)
+        self.optimizer = ps.DistributedOptimizer(
+            client, self.model, ps.SGD(lr=1.0), name=name, aggregate_within=groups[client.rank]
+        )
+        self._is_hooked = is_hooked
+        self._edited = edited
+        self._gradient = client.rank + 1.0
+        self._count = 0
+
+    def train(self, _steps: range) -> None:
+        """Make an attempt."""
+        self._count += 1
+        self._gradient *= 10.0
+        if self._edited is not None and self._count == 2:
+            nn.init.constant_(self.model.values, self._edited)
+        self.model.zero_grad()
+        if self._is_hooked:
+            with contextlib.suppress(ps.InvalidConfig):
+                (self.model.values.sum() * self._gradient).backward()
+        else:
+            self.model.values.grad = torch.full((64,), self._gradient)
+        self.optimizer.step()
+
+    @property
+    def values(self) -> Values:
+        return values(self.model)
 
 
 def push_in_part(

@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 import pytest
+import torch
 from torch import nn
 
 import ps_worker as ps
 from ps_core.errors import JoinRefused
-from tests.integration.group_jobs import Trainer
+from tests.integration.group_jobs import Attempts, Trainer
 from tests.integration.lane_cluster import LaneCluster, lane_cluster
 from tests.integration.ordered_workers import (
     PATIENCE,
@@ -139,3 +140,23 @@ def test_a_step_that_is_waited_for_in_vain_or_interrupted_is_taken_by_the_next_c
         values = [worker.hear() for worker in found]
         assert [differing(each, values[0]) for each in values] == [[]] * len(found)
         assert stepped(found) == [4, 5, 5, 5]
+
+
+def test_a_step_that_the_members_have_agreed_on_keeps_its_gradients(cluster: LaneCluster) -> None:
+    """Those of group "a" wait for the late worker's edit when they have reduced; their scripts then
+    compute other gradients, without the optimizer.
+    """
+    make = partial(Attempts, name="model", groups=GROUPS, is_hooked=True, edited=8.0)
+    with ordered_workers(cluster, "agreed", make, len(GROUPS), 5.0) as found:
+        first, _late, *others = found
+        for worker in (first, *others):
+            begun(worker)
+        for worker in (first, *others):
+            kind, said = worker.hear()
+            assert kind == "WaitExpired", said
+        for worker in found:
+            begun(worker)
+        assert [worker.hear() for worker in found] == [2] * len(found)
+        for worker in found:
+            worker.pipe.send("values")
+            assert torch.equal(worker.hear()["values"], torch.full((64,), 8.0 - 250.0))

@@ -13,7 +13,8 @@ Rules:
     - A step that one member skips is skipped by all.
     - Members make the same calls in the same order: a reduction for each step, and a broadcast for
       each clock, those of edits included. A step whose reduction has begun is ended by a later call
-      if a deadline or Ctrl-C cut the first one short, since the others take it.
+      if a deadline or Ctrl-C cut the first one short, since the others take it: with the gradients
+      that it was begun with, whatever the script has done to them meanwhile.
     - If the leader's step or pull has failed, the others pull for themselves, and are told why.
 """
 
@@ -142,10 +143,10 @@ class WorkerGroup:
             begun = self._begin([table for table in tables if not table.is_asleep], scale)
         if begun.agreed is None:
             begun.reduction.wait(self._peers)
-            with uninterrupted():
-                begun.agreed = self._agreed(begun)
-                if not begun.agreed.skip:
-                    begun.reduction.give_back(begun.unit)
+        with uninterrupted():
+            begun.agreed = begun.agreed or self._agreed(begun)
+            if not begun.agreed.skip:  # the script may have changed what an earlier call gave
+                begun.reduction.give_back(begun.unit)
         return begun.agreed
 
     def _check_lockstep(self, tables: _Tables) -> None:
