@@ -217,9 +217,8 @@ ROW_MUTANTS = (
         "a frame that moves forgets whose it is",
         "S11",
         _TIERS,
-        "        for name in self._frames.names:\n            self._frames.put(name, own_places",
-        "        for name in set(self._frames.names) - {_OWNER}:\n"
-        "            self._frames.put(name, own_places",
+        "            if name != _WRITING:",
+        "            if name not in (_WRITING, _OWNER):",
         _STEPS,
     ),
     Mutant(
