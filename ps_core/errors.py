@@ -122,7 +122,7 @@ class ValuesLost(PushpullError, code="VALUES_LOST"):
 
 
 class TableFull(PushpullError, code="TABLE_FULL"):
-    """A step would make rows for which a server has no memory; nothing of it was applied."""
+    """A step would make rows for which a server has no memory; no server has applied any of it."""
 
 
 class InvalidCheckpoint(PushpullError, code="INVALID_CHECKPOINT"):

@@ -202,6 +202,9 @@ class StepSink(Protocol):
     def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
         """Withdraw all blocks of an open step except `but`."""
 
+    def together(self, steps: Sequence[tuple[Table, int]]) -> None:
+        """Have open steps, of these tables and clocks, take part in their updates all or none."""
+
     def seal(self, table: Table, clock: int, terms: StepTerms) -> None: ...
 
 
@@ -371,6 +374,12 @@ class TableStep:
         if hyperparameters:
             self.table.spec.optimizer.merged(hyperparameters)
         return self._end(StepTerms(hyperparameters, contribution_scale, skip, last, clip_scale))
+
+    def together(self, others: Iterable[TableStep]) -> None:
+        """Have this step and open ones of other tables take part in their updates all or none: none
+        does if a server refuses a push of one. Seal them all after this.
+        """
+        self._sink.together([(each.table, each.clock) for each in (self, *others)])
 
     def _end(self, terms: StepTerms) -> PushTicket:
         self.is_sealed = True

@@ -68,7 +68,7 @@ from ps_worker.training.tables.awaited_parameters import AwaitedParameters
 from ps_worker.training.tables.gradient_marks import GradientMarks
 from ps_worker.training.tables.step_scale import StepScale
 from ps_worker.training.tables.trained_table import TrainedTable
-from ps_worker.training.trained_rows import TrainedRows, check_rows_fit
+from ps_worker.training.trained_rows import TrainedRows, bind_rows, check_rows_fit
 from ps_worker.transport.metrics import MEASURES
 
 if TYPE_CHECKING:
@@ -633,6 +633,9 @@ class TrainedModel:
         skip = scale.skip or bool(problem)
         with self._client.connection.loop.together():
             self._seal_buffers()
+            # Not where blocks were applied on arrival, or members of a group share a push.
+            if not (skip or is_round or self.options.applies_on_arrival) and self.group.is_alone:
+                bind_rows(self._client, self.rows, awake)
             tickets = {}
             # A graph's replay would not wait, and who was left out learns that by its pull.
             is_awaited = self.awaited.is_on and not (skip or self.are_replayed)

@@ -10,7 +10,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -33,6 +33,7 @@ from ps_worker.training.tables.step_scale import StepScale
 if TYPE_CHECKING:
     from ps_worker.client.client import Client
     from ps_worker.steps.steps import PushBody, PushTicket, StepResult, TableHandle
+    from ps_worker.training.tables.trained_table import TrainedTable
 
 MAX_PASS_COUNT = 1024
 """Backward passes between two steps: more are a script that never steps."""
@@ -221,6 +222,16 @@ class TrainedRows:
         if ticket is None or ticket.future.exception() is not None:
             return None
         return ticket.future.result()
+
+
+def bind_rows(client: Client, rows: Sequence[TrainedRows], tables: Iterable[TrainedTable]) -> None:
+    """Have the steps that are open, and sealed next, be skipped on all of these if a server refuses
+    a push of one, such as new rows that it has no memory for.
+    """
+    parts: list[TrainedRows | TrainedTable] = [*rows, *tables] if rows else []
+    if len(parts) > 1:
+        first, *others = [client.tables.begin_step(part.handle) for part in parts]
+        first.together(others)
 
 
 def check_rows_fit(rows: str, optimizer: ServerOptimizer, options: TrainingOptions) -> None:

@@ -75,6 +75,9 @@ class StepSender:
     def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
         self._post(self._driver.withdraw, table, clock, but)
 
+    def together(self, steps: Sequence[tuple[Table, int]]) -> None:
+        self._post(self._driver.together, steps)
+
     def seal(self, table: Table, clock: int, terms: StepTerms) -> None:
         is_step = not terms.last and terms.update_scale is None  # a final seal is not the script's
         if clock and is_step:

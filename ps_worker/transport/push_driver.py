@@ -137,6 +137,11 @@ class PushDriver:
             self._in_order(partial(self._window.withdraw, table.table_id, clock, but=but))
             self._pump_soon()
 
+    def together(self, steps: Sequence[tuple[Table, int]]) -> None:
+        if self._failure is None:
+            keys = [(table.table_id, clock) for table, clock in steps]
+            self._in_order(partial(self._window.together, keys))
+
     def seal(self, table: Table, clock: int, terms: StepTerms) -> None:
         if self._failure is not None:
             return

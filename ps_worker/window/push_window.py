@@ -13,12 +13,14 @@ Rules:
       always be sent. A server that is slow or paused holds up no push to another.
     - After REFUSED or GIVEN_BACK, that (server, table) waits for CREDIT or the retry time.
     - The seals of a step are sent when each of its pushes is received or invalid on every server;
-      all of them with skip if one push is invalid.
+      all of them with skip if one push is invalid. Steps of several tables that are sealed
+      together do so as one.
 
 Invariants:
     PW-1  Sequence numbers of a (range, table) begin at 1 and have no gap.
     PW-2  The bytes in flight to a server are the sum over entries in state SENT that it was sent.
-    PW-3  A seal is never sent before every push of its step was received or ended.
+    PW-3  A seal is never sent before every push of its step was received or ended, and of those
+          that are sealed together with it.
     PW-4  COMMITTED carries an outcome.
     PW-5  Only a push has a block.
     PW-6  Only a sealed step has terms.
@@ -158,7 +160,12 @@ class SequenceNumbers:
 
 @dataclass(slots=True, eq=False)
 class WindowStep:
-    """A step of a table until all its entries end; `awaited`: pushes neither received nor ended."""
+    """A step of a table until all its entries end.
+
+    Attributes:
+        awaited: pushes neither received nor ended.
+        together: the steps that are sealed as one, this one among them; empty: it is alone.
+    """
 
     table_id: TableId
     clock: int
@@ -176,6 +183,12 @@ class WindowStep:
     discarded: bool = False
     discarded_blocks: set[int] = field(default_factory=set)
     squares: dict[RangeId, tuple[float, ...]] = field(default_factory=dict)
+    together: Sequence[WindowStep] = ()
+
+    @property
+    def may_be_sealed(self) -> bool:
+        """True if it is sealed, and every push of it has been received or refused."""
+        return self.terms is not None and not self.awaited
 
     @property
     def sealed_with(self) -> StepTerms:
@@ -189,6 +202,7 @@ class WindowStep:
             entry.carried = entry.carrier = None
         self.blocks.clear()
         self.seals.clear()
+        self.together = ()
 
 
 class SendPush(NamedTuple):
@@ -366,10 +380,18 @@ class PushWindow:
                 carrier.carried, entry.carrier = entry, carrier
         step.seals_released = carrier is not None
 
+    def together(self, steps: Iterable[tuple[TableId, int]]) -> None:
+        """Have steps of several tables, each open, sealed as one: none takes part in an update if a
+        push of one is invalid.
+        """
+        opened = tuple(self._open_step(table_id, clock) for table_id, clock in steps)
+        for step in opened:
+            step.together = opened
+
     @staticmethod
     def _carrier(step: WindowStep, range_ids: Sequence[RangeId]) -> PushEntry | None:
         """The push that may carry the seal: the step's only message, not sent yet."""
-        if len(range_ids) != 1 or len(step.blocks) != 1:
+        if len(range_ids) != 1 or len(step.blocks) != 1 or step.together:
             return None
         (push,) = step.blocks.values()
         return push if push.sent_count == 0 else None
@@ -640,13 +662,21 @@ class PushWindow:
             if queue and server is not None and server in self._connected:
                 self._poll_pushes(server, queue, now_s, effects)
         for step in self._steps.values():
-            if step.terms is not None and not step.seals_released and not step.awaited:  # PW-3
-                step.seals_released = True
-                step.skipped = step.skipped or bool(step.invalid)
-                self._waiting_seals.update(step.seals)
+            if not step.seals_released and step.may_be_sealed:
+                self._release(step.together or (step,))
         if self._waiting_seals:
             self._poll_seals(now_s, effects)
         return effects
+
+    def _release(self, steps: Sequence[WindowStep]) -> None:
+        """Let the seals of steps go that are sealed together, if those of all may (PW-3)."""
+        if not all(step.may_be_sealed for step in steps):
+            return
+        is_invalid = any(step.invalid for step in steps)
+        for step in steps:
+            step.seals_released = True
+            step.skipped = step.skipped or is_invalid
+            self._waiting_seals.update(step.seals)
 
     def _poll_pushes(
         self, server: NodeId, queue: list[_Queued], now_s: float, effects: list[Effect]

@@ -98,15 +98,20 @@ def test_clipped_steps_that_are_refused_at_each_worker_end_with_the_error() -> N
     assert_alike(trained(steps, clip_norm=1.0))
 
 
-def test_values_are_awaited_though_rows_were_refused() -> None:
-    """The next forward pass has the update of the other worker."""
+@pytest.mark.parametrize("overlap_pull", [False, True])
+def test_a_step_that_is_refused_on_one_table_is_taken_on_none(overlap_pull: bool) -> None:
+    """The others take theirs, and the next forward pass has their update, awaited or not."""
 
     def steps(worker: Worker) -> None:
         worker.step(None)
+        before = worker.values()
         worker.step(worker.model.users if worker.client.rank == 0 else None)
         values.append(worker.values())
+        for rows, rows_before in zip(values[-1][2:], before[2:], strict=True):
+            assert torch.equal(rows[:10], rows_before[:10]), "these are worker 0's"
+            assert not torch.equal(rows[10:], rows_before[10:])
         worker.step(None)
 
     values: list[list[torch.Tensor]] = []
-    assert_alike(trained(steps, overlap_pull=True))
+    assert_alike(trained(steps, overlap_pull=overlap_pull))
     assert_alike(values)

@@ -33,7 +33,7 @@ class _NoSink:
     def open_step(self, *_: object) -> None:
         raise AssertionError("a pull began a step")
 
-    submit = withdraw = seal = open_step
+    submit = withdraw = together = seal = open_step
 
 
 @st.composite

@@ -32,6 +32,7 @@ from tests.sim.test_runs_beside import (
 )
 from tests.sim.test_scheduler_away import AwaySimulation
 from tests.sim.test_scheduler_restarts import RestartSimulation
+from tests.sim.test_sealed_together import TogetherSimulation
 from tests.sim.test_shared_data import ShardRestoreSimulation, ShardSimulation
 from tests.sim.test_simulation import Simulation
 from tests.sim.test_two_lost import TwoLostSimulation
@@ -66,6 +67,7 @@ KINDS: dict[str, type[Simulation]] = {
     "departures-restores": DepartureRestoreSimulation,
     "starts-restores": KeptRestoreSimulation,
     "passed-clocks": PassedClockSimulation,
+    "together": TogetherSimulation,
     "shards": ShardSimulation,
     "shards-restores": ShardRestoreSimulation,
 }
@@ -100,6 +102,7 @@ SHARES = {
     "departures-restores": 10,
     "starts-restores": 10,
     "passed-clocks": 10,
+    "together": 5,
     "shards": 4,
     "shards-restores": 10,
 }

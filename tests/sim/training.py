@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Generator, Mapping
+from dataclasses import dataclass
 
 from ps_core.consistency import Mode
 from ps_core.errors import EditRefused, Fenced, InvalidConfig, InvalidTensor
@@ -25,6 +26,9 @@ WEIGHTS = (1.0, 0.5, 1.0, 1.75, 1.0, 3.0, 0.25)
 WHOLE_EVERY = 5
 """Each so many-th clock of a model in fragments is a `synchronize`."""
 
+TOGETHER = 0.7
+"""Of the steps that may be sealed together on all tables."""
+
 _ALONE = 4
 """So much likelier is a block bad that is its step's only one, and brings the seal with it."""
 
@@ -41,6 +45,11 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
     stays = [] if leaves_by_its_step else list(worker.layout.tables)
     for number in range(steps):
         newest: dict[TableId, int] = {}
+        if number < steps - 1 and _may_seal_together(worker, clocks):
+            yield from _steps_together(worker, truth, clocks, newest)
+            _leave_out(worker, truth, clocks, newest)
+            yield from worker.between(worker, True)
+            continue
         for table in worker.layout.tables:
             clock = clocks[table.table_id] + 1
             edit = worker.layout.settings.edits.at(table, clock)
@@ -197,14 +206,68 @@ def _check_refused(worker: SimWorker, edit: Edit, ended: StepEnded) -> None:
     worker.world.counts["edits disputed"] += is_shared and edit.other is not None
 
 
-def _step(
-    worker: SimWorker, truth: Truth, table: Table, clock: int, *, last: bool = False
+def _may_seal_together(worker: SimWorker, clocks: Mapping[TableId, int]) -> bool:
+    """As `TrainedModel` with rows: not in groups, and edits are steps of their own."""
+    settings, tables = worker.layout.settings, worker.layout.tables
+    edits = (settings.edits.at(table, clocks[table.table_id] + 1) for table in tables)
+    return (
+        settings.seals_together
+        and len(tables) > 1
+        and not settings.groups.leaders
+        and not any(edits)
+        and worker.world.draw.random() < TOGETHER
+    )
+
+
+def _steps_together(
+    worker: SimWorker, truth: Truth, clocks: dict[TableId, int], newest: dict[TableId, int]
 ) -> Waits:
+    """A step of all tables, in which each takes part or none: then a read of each."""
+    tables = worker.layout.tables
+    opened = []
+    for table in tables:
+        clock = clocks[table.table_id] + 1
+        opened.append((yield from _begun(worker, truth, table, clock, may_be_eager=False)))
+    skip = worker.world.draw.random() < 0.1
+    is_out = skip or any(each.is_bad for each in opened)
+    beside = any(each.final for each in opened if not each.is_bad)
+    worker.world.counts["refused beside others"] += beside and is_out and not skip
+    worker.world.counts["steps sealed together"] += 1
+    worker.window.together([(each.table.table_id, each.clock) for each in opened])
+    for each in opened:
+        _seal(worker, truth, each, skip=skip, is_out=is_out)
+    for each in opened:
+        clocks[each.table.table_id] = each.clock
+        yield from _ended(worker, truth, each, is_out=is_out)
+    for each in opened:
+        blocks = fragment_of(worker, each.table, each.clock)
+        found = yield from _pull(worker, truth, each.table, each.clock, blocks)
+        newest[each.table.table_id] = found
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A step that was begun; `final`: what it pushed of each block at last."""
+
+    table: Table
+    clock: int
+    eager: bool
+    final: dict[int, Body]
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether a server refuses some of it."""
+        return any(body.problem for body in self.final.values())
+
+
+def _begun(
+    worker: SimWorker, truth: Truth, table: Table, clock: int, *, may_be_eager: bool = True
+) -> Generator[Callable[[], bool], None, _Open]:
+    """Push a step of a table."""
     draw, layout = worker.world.draw, worker.layout
-    edit = layout.settings.edits.at(table, clock)
-    disputed = edit is not None and layout.settings.is_shared(table, clock)
+    disputed = _is_disputed(worker, table, clock)
     blocks = _blocks_of(worker, table, clock)
-    may_be_eager = table.spec.mode is not Mode.BSP or layout.settings.may_change
+    may_be_eager &= table.spec.mode is not Mode.BSP or layout.settings.may_change
     clips = table.table_id in layout.settings.clipped and clock > 0
     likely = 1.0 if (table.table_id, clock) in worker.rates else 0.3
     eager = bool(clock) and may_be_eager and not clips and draw.random() < likely
@@ -232,38 +295,75 @@ def _step(
         )
         if draw.random() < 0.2:
             yield worker.pause()
-    skip = bool(clock) and not eager and _skips(worker, table, clock) and not disputed
-    is_out = skip or disputed or any(body.problem for body in final.values())
-    for block, body in final.items():
+    return _Open(table, clock, eager, final)
+
+
+def _is_disputed(worker: SimWorker, table: Table, clock: int) -> bool:
+    """Whether others mean an edit by this clock, and refuse steps."""
+    settings = worker.layout.settings
+    return settings.edits.at(table, clock) is not None and settings.is_shared(table, clock)
+
+
+def _step(
+    worker: SimWorker, truth: Truth, table: Table, clock: int, *, last: bool = False
+) -> Waits:
+    draw, layout = worker.world.draw, worker.layout
+    opened = yield from _begun(worker, truth, table, clock)
+    disputed = _is_disputed(worker, table, clock)
+    skip = bool(clock) and not opened.eager and _skips(worker, table, clock) and not disputed
+    is_out = skip or disputed or opened.is_bad
+    _seal(worker, truth, opened, skip=skip, is_out=is_out, last=last)
+    may_read = clock and not last and not layout.settings.groups.is_followed(worker.rank)
+    if may_read and draw.random() < 0.3:  # before its step has ended: it waits for that
+        worker.world.counts["early reads"] += 1
+        worker.read_early = True
+        yield from _read(worker, table, clock, fragment_of(worker, table, clock))
+    yield from _ended(worker, truth, opened, is_out=is_out)
+
+
+def _seal(
+    worker: SimWorker,
+    truth: Truth,
+    opened: _Open,
+    *,
+    skip: bool,
+    is_out: bool,
+    last: bool = False,
+) -> None:
+    """Seal a step; `is_out`: it has no part in its updates."""
+    layout, table, clock = worker.layout, opened.table, opened.clock
+    for block, body in opened.final.items():
         if not is_out:
             truth.contributions[table.table_id, block].add(body.grad)
     if not is_out:
         truth.took_part[table.table_id, clock].add(worker.incarnation)
     layout.settings.steps(table, clock)
-    if is_out and not eager:
+    if is_out and not opened.eager:
         layout.settings.skipped.add((table.table_id, clock, worker.incarnation))
     worker.world.counts["skipped steps" if is_out else "steps"] += 1
-    worker.world.counts["eager steps"] += eager
+    worker.world.counts["eager steps"] += opened.eager
     ranges = list(table.blocks_by_range(layout.range_count))
-    is_eager = eager and any(body.problem is None for body in final.values())
+    is_eager = opened.eager and any(body.problem is None for body in opened.final.values())
     terms = terms_of(worker, table, clock, skip=skip, last=last, eager=is_eager)
     worker.window.seal(table.table_id, clock, ranges, terms)
     truth.sealed[table.table_id, worker.incarnation] = clock
     if last:
         truth.left.add((table.table_id, worker.incarnation))
         worker.world.counts["left by a step"] += 1
-    may_read = clock and not last and not layout.settings.groups.is_followed(worker.rank)
-    if may_read and draw.random() < 0.3:  # before its step has ended: it waits for that
-        worker.world.counts["early reads"] += 1
-        worker.read_early = True
-        yield from _read(worker, table, clock, fragment_of(worker, table, clock))
+
+
+def _ended(worker: SimWorker, truth: Truth, opened: _Open, *, is_out: bool) -> Waits:
+    """Its step has ended, as it should."""
+    layout, table, clock = worker.layout, opened.table, opened.clock
     yield lambda: (table.table_id, clock) in worker.ended
     ended = worker.ended[table.table_id, clock]
     assert ended.applied == (not is_out), (ended, is_out)
-    if disputed and edit is not None:
+    edit = layout.settings.edits.at(table, clock)
+    if edit is not None and _is_disputed(worker, table, clock):
         _check_refused(worker, edit, ended)
     if worker.is_late_joiner:
         mode = layout.settings.at(table, clock).mode.value
+        clips = table.table_id in layout.settings.clipped and clock > 0
         worker.world.counts[f"newcomers' {'clipped ' * clips}steps under {mode}"] += not is_out
     _note_lost(worker, truth, ended)
 

@@ -52,6 +52,7 @@ class Settings:
     def __init__(self, tables: Iterable[Table]) -> None:
         self._settings = {t.table_id: [(-1, t.spec.consistency)] for t in tables}
         self.may_change = False
+        self.seals_together = False  # workers seal steps of several tables as one
         self.cuts_given_up: set[int] = set()  # by servers that did not hear the scheduler
         self.numbers: dict[TableId, int] = defaultdict(int)  # of the newest changes in force
         self.read_for: dict[TableId, int] = defaultdict(int)

@@ -80,6 +80,9 @@ class TableClient:
     def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
         """Nothing has left."""
 
+    def together(self, steps: Sequence[tuple[Table, int]]) -> None:
+        """Nothing of it matters here."""
+
     def seal(self, table: Table, clock: int, terms: StepTerms) -> None:
         """Remembered."""
         del table, clock

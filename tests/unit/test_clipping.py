@@ -57,6 +57,9 @@ class Servers:
     def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
         """Nothing of it matters here."""
 
+    def together(self, steps: Sequence[tuple[Table, int]]) -> None:
+        """Nothing of it matters here."""
+
     def seal(self, table: Table, clock: int, terms: StepTerms) -> None:
         """Remembered."""
         assert (table.table_id, clock) == (self.table_id, CLOCK)

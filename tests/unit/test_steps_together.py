@@ -32,6 +32,9 @@ class Sealed:
     def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
         """Nothing is sent here."""
 
+    def together(self, steps: Sequence[tuple[Table, int]]) -> None:
+        """Nothing of it matters here."""
+
     def seal(self, table: Table, clock: int, terms: StepTerms) -> None:
         """Remembered."""
         self.seals.append((table, clock, terms))
