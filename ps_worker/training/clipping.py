@@ -131,7 +131,8 @@ def _clipped(
     norm, factor = norm_and_factor(gradients, max_norm, scale.contribution_scale)
     model.gradient_norm = norm
     if not math.isfinite(norm) and not model.options.allow_non_finite:
-        return StepScale(1.0, True, _not_finite(model, norm), None if model.moves else 1.0)
+        problem = scale.told(_not_finite(model, norm))
+        return StepScale(1.0, True, problem, None if model.moves else 1.0)
     if model.moves:
         _multiply(model, groups, factor)
         return scale

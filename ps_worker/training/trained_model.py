@@ -629,7 +629,7 @@ class TrainedModel:
             elif self.inner is not None:
                 self.inner.step()
         # All checks come before the first seal, so that all tables end the step.
-        problem = scale.problem if scale.skip else self._push_rest(awake)
+        problem = scale.problem if scale.skip else scale.told(self._push_rest(awake))
         skip = scale.skip or bool(problem)
         with self._client.connection.loop.together():
             self._seal_buffers()

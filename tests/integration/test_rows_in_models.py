@@ -217,6 +217,38 @@ def test_the_loss_scale_reaches_rows(client: ps.Client, clip_norm: float | None)
     assert scaler.get_scale() == 512.0
 
 
+def test_an_overflow_that_the_scaler_does_not_see_says_what_helps(client: ps.Client) -> None:
+    """It looks at parameters alone."""
+    model = tastes(client, "unseen/users")
+    twin = twin_of(model)
+    optimizer = ps.DistributedOptimizer(client, model, ps.SGD(lr=0.1), name="unseen")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(loss_of(model, 0)).backward()
+    (model.users(batch(0)) * float("inf")).sum().backward()
+    with pytest.raises(ps.InvalidTensor, match=r"update\(scaler.get_scale\(\) / 2\)"):
+        scaler.step(optimizer)
+    assert_same(model, twin)
+    assert optimizer.clock == 1
+    scaler.update(scaler.get_scale() / 2)
+    assert scaler.get_scale() == 512.0
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, 1)).backward()
+    loss_of(twin, 1).backward()
+    scaler.step(optimizer)
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert_same(model, twin)
+
+
+def test_a_scaler_of_nothing_but_rows_is_refused(client: ps.Client) -> None:
+    rows = ps.Embedding(client, "scaled rows", DIM, optimizer=ps.SGD(lr=0.1))
+    optimizer = ps.DistributedOptimizer(client, rows, ps.SGD(lr=0.1), name="scaled rows")
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(rows, 0)).backward()
+    with pytest.raises(ps.InvalidConfig, match=r"no parameter with a gradient.* bfloat16"):
+        scaler.step(optimizer)
+    assert optimizer.clock == 0
+
+
 def test_rows_that_are_not_finite_skip_the_step_of_both(client: ps.Client) -> None:
     model = tastes(client, "not finite/users")
     twin = twin_of(model)

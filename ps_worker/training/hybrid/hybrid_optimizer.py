@@ -317,7 +317,7 @@ class HybridOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _step(self, scale: StepScale) -> None:
         worker_count = self._client.world_size
-        problem = "" if scale.skip or self._may_be_infinite else self._problem()
+        problem = "" if scale.skip or self._may_be_infinite else scale.told(self._problem())
         for rows in () if scale.skip or problem else self.servers.trained_model.rows:
             rows.check_sizes()  # before the others count on the step
         control = [0.0] * (1 + 2 * worker_count)

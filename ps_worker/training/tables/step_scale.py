@@ -32,6 +32,17 @@ class StepScale:
     problem: str = ""
     clip_scale: float | None = None
 
+    def told(self, problem: str) -> str:
+        """Words for a gradient that is not finite, with what helps if a loss scale may have made it
+        so: `torch.amp.GradScaler` skips the step for a parameter's, and does not look at rows.
+        """
+        if not problem or self.contribution_scale >= 1.0:  # 1, or the size of a group
+            return problem
+        return (
+            f"{problem}. GradScaler looks at no rows: if its scale was too large, lower it by "
+            "scaler.update(scaler.get_scale() / 2)"
+        )
+
 
 def amp_scale_of(optimizer: torch.optim.Optimizer, rows: str = "") -> StepScale:
     """The scale that `torch.amp.GradScaler` left on the optimizer for this call of `step`.
@@ -40,10 +51,17 @@ def amp_scale_of(optimizer: torch.optim.Optimizer, rows: str = "") -> StepScale:
         rows: the name of an embedding table that the optimizer steps, if any.
 
     Raises:
-        InvalidConfig: `GradScaler.unscale_` was called, which leaves rows scaled.
+        InvalidConfig: `GradScaler.unscale_` was called, which leaves rows scaled; or it has found
+            no gradient, and could not look for overflows.
     """
-    found_inf: torch.Tensor | None = getattr(optimizer, "found_inf", None)
+    found_inf: torch.Tensor | int | None = getattr(optimizer, "found_inf", None)
     grad_scale: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
+    if found_inf is not None and not isinstance(found_inf, torch.Tensor):  # a sum of nothing
+        beside = f" It does not look at rows of '{rows}'." if rows else ""
+        raise InvalidConfig(
+            f"GradScaler has found no parameter with a gradient.{beside} Expected one, or no "
+            "scaler: autocast in bfloat16 needs none"
+        )
     skip = found_inf is not None and bool(found_inf.item())
     if grad_scale is None and found_inf is not None and rows:
         raise InvalidConfig(
