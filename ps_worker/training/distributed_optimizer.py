@@ -341,7 +341,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             InvalidConfig: another worker's hyperparameters or norm differ at this clock; or a
                 fixed switch of the table was changed; or the model is also in torch's
                 DistributedDataParallel, which reduces the gradients among the workers; or the
-                model has Embeddings, and `GradScaler.unscale_` was called.
+                model has Embeddings, and `GradScaler.unscale_` was called; or, with
+                `aggregate_within`, gradients were written before the last step had ended.
             GradientChangedAfterPush: in eager mode.
             EditRefused: parameters were changed since the last step, and not alike by all workers,
                 or not under BSP, or by a joining worker. The step was not taken; the changes stay.
@@ -394,7 +395,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             InvalidTensor: a gradient of that step was not finite, and no other call has said so.
         """
         if self._is_made:
-            self._model.end_step(awaits_values=False)
+            self._model.end_step(is_zeroing=True)
             self._client.checkpoints.save_points.reach(is_explicit=False)
             self._zeroed_at = self._client.engine.steps.mark
         _plain(_Base.zero_grad)(self, set_to_none)

@@ -299,6 +299,10 @@ class TrainedModel:
     def _marks(self) -> GradientMarks:
         return GradientMarks(e.tensor.grad for table in self.tables for e in table.layout.placed)
 
+    def _unhooked_marks(self) -> GradientMarks | None:
+        """None: hooks tell of all gradients."""
+        return self._marks() if self.are_replayed or not self._is_hooked else None
+
     def gradient_came(self) -> None:
         """A backward pass runs, so the next `step` takes a step of its own. Refuses one whose
         gradients the last step would overwrite, or that other workers, which are in a
@@ -320,14 +324,17 @@ class TrainedModel:
         if self._sealed is not None:
             self._sealed.has_gradients = True
 
-    def end_step(self, *, awaits_values: bool = True) -> None:
+    def end_step(self, *, is_zeroing: bool = False) -> None:
         """End a step whose end no call has seen; blocks and raises as `step`, but for a gradient
-        that was not finite: `tell` does. Then wait for values that are awaited, unless told not to.
+        that was not finite: `tell` does. Then wait for awaited values, unless the caller zeroes
+        gradients.
         """
         if self.group.has_begun:
+            if not is_zeroing:
+                self.group.check_gradients(self._marks)
             self.results = self._step(self._groups, StepScale())
         self._end_sealed()
-        if awaits_values:
+        if not is_zeroing:
             self.awaited.wait()
 
     def _end_sealed(self) -> None:
@@ -376,6 +383,7 @@ class TrainedModel:
         only that. `meanwhile` is called together with the seals, without interruption, before the
         wait for the step. Blocks and raises as `DistributedOptimizer.step`.
         """
+        self.group.check_gradients(self._marks)
         self.results = {}
         sealed = self._sealed if self.is_repeated and not self.group.has_begun else None
         before = None if closure is None or sealed is not None else self._state_before()
@@ -449,21 +457,22 @@ class TrainedModel:
             self._wait_pending()
         for table in self.tables:
             table.check_dtype()
-        scale = self.group.reduced(self.tables, scale)
-        self._take_edits()
-        with uninterrupted():
-            if self.outer is not None:
-                self._take_inner_step(groups, scale)
-                scale = StepScale()
-            if self.outer is None or self.inner_steps.are_all_taken:
-                self.outer_steps.choose(self.clock)
-                self._sealed = self._seal(groups, scale, before)
-            elif self._sealed is not None:
-                self._sealed.has_gradients = False  # the inner step has taken them
-            self._is_hooked = False
-            self.group.sealed()
-            if meanwhile is not None:
-                meanwhile()
+        with self.group.marking(self._unhooked_marks):
+            scale = self.group.reduced(self.tables, scale)
+            self._take_edits()
+            with uninterrupted():
+                if self.outer is not None:
+                    self._take_inner_step(groups, scale)
+                    scale = StepScale()
+                if self.outer is None or self.inner_steps.are_all_taken:
+                    self.outer_steps.choose(self.clock)
+                    self._sealed = self._seal(groups, scale, before)
+                elif self._sealed is not None:
+                    self._sealed.has_gradients = False  # the inner step has taken them
+                self._is_hooked = False
+                self.group.sealed()
+                if meanwhile is not None:
+                    meanwhile()
         if self._sealed is None or self._is_overlapped:
             if not self.outer_steps.is_overlapped:
                 self.outer_steps.merge()
@@ -540,8 +549,7 @@ class TrainedModel:
             self._end(self._sealed)
 
     def _edited(self) -> Edited:
-        found = {table: table.edited() for table in self.tables}
-        return {table: indexes for table, indexes in found.items() if indexes}
+        return {table: found for table in self.tables if (found := table.edited())}
 
     def _plan_edits(self) -> None:
         self._edits.forget()
@@ -551,8 +559,7 @@ class TrainedModel:
             self._join.check(edited)
         if not edited and self.loaded is None:
             return
-        why = self._why_no_edit()
-        if why:
+        if why := self._why_no_edit():
             refused = edit_refused(edited, self.options.name, why) if edited else ""
             raise EditRefused(refused or load_refused(self.options.name, why))
         problem = problem_of(edited, may_be_infinite=self.options.allow_non_finite)
@@ -659,8 +666,7 @@ class TrainedModel:
         taking_part = [ticket for table, ticket in tickets.items() if table.takes_part]
         self._times.sealed([*taking_part, *(ticket for _, ticket in row_steps)])
         sealed = _SealedStep(tickets, scaling, skip, problem)
-        if not self.aggregates and (self.are_replayed or not self._is_hooked):
-            sealed.marks = self._marks()
+        sealed.marks = None if self.aggregates else self._unhooked_marks()
         return sealed
 
     def _push_rest(self, awake: Mapping[TrainedTable, Hyperparameters]) -> str:

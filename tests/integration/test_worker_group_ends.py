@@ -160,3 +160,28 @@ def test_a_step_that_the_members_have_agreed_on_keeps_its_gradients(cluster: Lan
         for worker in found:
             worker.pipe.send("values")
             assert torch.equal(worker.hear()["values"], torch.full((64,), 8.0 - 250.0))
+
+
+def test_gradients_that_are_written_before_the_members_have_reduced_are_refused(
+    cluster: LaneCluster,
+) -> None:
+    """Those of the step that has begun count, though no hook tells of the others."""
+    make = partial(Attempts, name="model", groups=GROUPS, is_hooked=False)
+    with ordered_workers(cluster, "written", make, len(GROUPS), 5.0) as found:
+        first, late, member, last = found
+        for worker in (first, member, last):
+            begun(worker)
+        for worker in (first, member, last):
+            assert worker.hear()[0] == "WaitExpired"
+        begun(member)
+        kind, said = member.hear()
+        assert kind == "InvalidConfig"
+        assert "before the last step has ended" in said
+        begun(late)
+        for worker in (first, member, last):
+            worker.pipe.send("wait on")
+            assert worker.hear() == "begins"
+        assert [worker.hear() for worker in found] == [2] * len(found)
+        for worker in found:
+            worker.pipe.send("values")
+            assert torch.equal(worker.hear()["values"], torch.full((64,), -25.0 - 250.0))

@@ -21,7 +21,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -38,6 +38,7 @@ from ps_worker.training.among_workers.gradient_reduction import GradientReductio
 from ps_worker.training.among_workers.peers import Peers
 from ps_worker.training.among_workers.process_group import backends, init_process_group
 from ps_worker.training.interrupts import uninterrupted
+from ps_worker.training.tables.gradient_marks import GradientMarks
 from ps_worker.training.tables.staging import check_dense
 from ps_worker.training.tables.step_scale import StepScale
 from ps_worker.training.tables.trained_table import TrainedTable
@@ -56,7 +57,8 @@ _Tables: TypeAlias = Sequence[TrainedTable]
 @dataclass(slots=True)
 class _BegunStep:
     """A step that the members reduce; `agreed` is what they have agreed on, `unit` that of this
-    member's gradients: its loss scale, if the mean has room for it there.
+    member's gradients: its loss scale, if the mean has room for it there; `marks` are those of the
+    gradients when a call was cut short, if no hooks tell of others.
     """
 
     reduction: GradientReduction
@@ -64,6 +66,7 @@ class _BegunStep:
     problem: str
     agreed: StepScale | None = None
     unit: float = 1.0
+    marks: GradientMarks | None = None
 
 
 class WorkerGroup:
@@ -148,6 +151,34 @@ class WorkerGroup:
             if not begun.agreed.skip:  # the script may have changed what an earlier call gave
                 begun.reduction.give_back(begun.unit)
         return begun.agreed
+
+    @contextlib.contextmanager
+    def marking(self, marks: Callable[[], GradientMarks | None]) -> Iterator[None]:
+        """Around all that comes before a step is sealed: if that is cut short, take marks of the
+        gradients, by which `check_gradients` knows others. None: hooks tell of them.
+        """
+        try:
+            yield
+        except BaseException:
+            if self._begun is not None:
+                self._begun.marks = marks()
+            raise
+
+    def check_gradients(self, marks: Callable[[], GradientMarks]) -> None:
+        """InvalidConfig if the script has written others since a step was cut short, once: the
+        reduced ones will be written over them.
+        """
+        begun = self._begun
+        if begun is None or begun.marks is None:
+            return
+        before, now = begun.marks, marks()
+        begun.marks = now
+        if now.differ_from(before):
+            raise InvalidConfig(
+                "gradients were written before the last step has ended, which will write the "
+                "reduced gradients; call step() or zero_grad() until it returns, and compute them "
+                "anew"
+            )
 
     def _check_lockstep(self, tables: _Tables) -> None:
         for table in tables:
