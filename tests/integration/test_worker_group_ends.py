@@ -127,7 +127,7 @@ def test_a_step_that_is_waited_for_in_vain_or_interrupted_is_taken_by_the_next_c
         begun(first)
         kind, said = first.hear()
         assert kind == "WaitExpired"
-        assert "a worker has not come to this step within 5 s" in said
+        assert "worker 3 of this group has not come to this step within 5 s" in said
         for worker in (*others, late):
             begun(worker)
         begun(first)  # whose zero_grad ends the step that it has begun
@@ -149,11 +149,17 @@ def test_a_step_that_the_members_have_agreed_on_keeps_its_gradients(cluster: Lan
     make = partial(Attempts, name="model", groups=GROUPS, is_hooked=True, edited=8.0)
     with ordered_workers(cluster, "agreed", make, len(GROUPS), 5.0) as found:
         first, _late, *others = found
+        words = [
+            "worker 1",
+            "worker 1 of this group has not come to this step within 5 s",
+            "worker 0, which pulls for this group, has not given the values within 5 s",
+        ]
         for worker in (first, *others):
             begun(worker)
-        for worker in (first, *others):
+        for worker, missing in zip((first, *others), words, strict=True):
             kind, said = worker.hear()
             assert kind == "WaitExpired", said
+            assert missing in said
         for worker in found:
             begun(worker)
         assert [worker.hear() for worker in found] == [2] * len(found)

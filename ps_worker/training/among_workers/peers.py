@@ -52,6 +52,7 @@ class Peers:
     def __init__(self, client: Client, ranks: Collection[int] | None = None) -> None:
         self._connection = client.connection
         self._ranks = {*(range(client.world_size) if ranks is None else ranks)} - {client.rank}
+        self._words = "a worker" if ranks is None else _group_words(sorted(self._ranks))
         self._ended_before = {node.node_id for node in self._ended(self._view)}
         self._deadline_s = client.connection.deadline_s(None)
 
@@ -74,8 +75,11 @@ class Peers:
         if lost := self._lost(self._view):
             raise WorkerLost(f"{_words_of(lost)}. {REMEDY}")
 
-    def wait(self, work: Any, *, is_cpu: bool) -> None:
+    def wait(self, work: Any, *, is_cpu: bool, giver: int | None = None) -> None:
         """Wait for the end of a collective call.
+
+        Args:
+            giver: the rank of the worker whose values it is for; None: all give.
 
         Blocking: until every worker has made it; at most the client's request_deadline_s.
 
@@ -95,10 +99,21 @@ class Peers:
             if now_s() >= end_s:
                 leave_as_it_is(work)
                 raise WaitExpired(
-                    f"a worker has not come to this step within {self._deadline_s:g} s, though all "
-                    "are there: is one still busy between two steps? The next call waits on; "
-                    "request_deadline_s of ps.connect is the time"
+                    f"{self._late_words(giver)}. The next call waits on; request_deadline_s of "
+                    "ps.connect is the time"
                 )
+
+    def _late_words(self, giver: int | None) -> str:
+        within = f"within {self._deadline_s:g} s"
+        if giver is not None:
+            return (
+                f"worker {giver}, which pulls for this group, has not given the values {within}: "
+                "its own error says what it waits for"
+            )
+        return (
+            f"{self._words} has not come to this step {within}, though all are there: is one still "
+            "busy between two steps?"
+        )
 
     def end_waits_of_torch(self) -> None:
         """From now on, let calls that wait inside torch fail when a worker is declared gone; they
@@ -169,6 +184,11 @@ def loss_behind(failure: BaseException) -> PushpullError | None:
     if not isinstance(failure, RuntimeError) or ("gloo" not in said and "NCCL" not in said):
         return None
     return next((peers._failed(failure) for peers in _trained_by_torch), None)
+
+
+def _group_words(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks))
+    return f"{'worker' if len(ranks) == 1 else 'one of workers'} {shown} of this group"
 
 
 def _words_of(lost: list[Node]) -> str:

@@ -282,7 +282,8 @@ class WorkerGroup:
                     for values in (self._flag, *(table.pulled_bytes for table in tables))
                 ]
         while self._works:
-            self._peers.wait(self._works[0], is_cpu=True)
+            giver = None if self.is_leader else self._ranks[0]
+            self._peers.wait(self._works[0], is_cpu=True, giver=giver)
             del self._works[0]
 
 
