@@ -343,9 +343,7 @@ class TrainedModel:
             self.end_overlapped()
 
     def end_overlapped(self) -> None:
-        """As `end_step`, also of an outer step that is on its way while inner steps are taken; its
-        values wait for their merge.
-        """
+        """As `end_step`, also of an outer step that is on its way; its values wait for a merge."""
         if self._sealed is not None:
             self.results = self._end(self._sealed)
 
@@ -647,13 +645,11 @@ class TrainedModel:
             # A graph's replay would not wait, and who was left out learns that by its pull.
             is_awaited = self.awaited.is_on and not (skip or self.are_replayed)
             is_awaited &= not any(setting.backup_workers for setting in self.settings())
-            for table, hyperparameters in awake.items():
-                is_skipped = skip or not table.takes_part
-                tickets[table] = table.seal(
-                    hyperparameters, scale, skip=is_skipped, is_awaited=is_awaited
-                )
-            sealing = () if is_round else self.rows
-            row_steps = [(rows, rows.seal(scale, skip=skip)) for rows in sealing]
+            for table, given in awake.items():
+                skips = skip or not table.takes_part
+                tickets[table] = table.seal(given, scale, skip=skips, is_awaited=is_awaited)
+            rows_now = () if is_round else self.rows
+            row_steps = [(rows, rows.seal(scale, skip=skip)) for rows in rows_now]
         self.outer_steps.sealed()
         max_norm = None if skip or scale.clip_scale is None else self.options.clip_norm
         scaling = scaled_updates([*tickets.items(), *row_steps], max_norm)
@@ -677,8 +673,7 @@ class TrainedModel:
         if not may_be_infinite and (words := self.non_finite_rows()):
             return words
         for table, hyperparameters in awake.items():
-            bad = table.push_rest(hyperparameters)
-            if bad is not None:
+            if (bad := table.push_rest(hyperparameters)) is not None:
                 return bad
         for rows in self.rows:
             rows.prepare()
@@ -696,8 +691,7 @@ class TrainedModel:
         try:
             with self.group.sharing([*sealed.tickets], sealed):
                 for table in sealed.tickets:
-                    pulled = _finished(table, sealed)
-                    if pulled is not None:
+                    if (pulled := _finished(table, sealed)) is not None:
                         sealed.pulled[table] = pulled
             with uninterrupted():
                 self._take_over(sealed)

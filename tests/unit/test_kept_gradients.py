@@ -85,6 +85,8 @@ class Servers:
     def withdraw(self, _table: Table, clock: int, _but: Collection[int]) -> None:
         self.sent[clock].payloads.clear()
 
+    def together(self, steps: Sequence[tuple[Table, int]]) -> None: ...
+
     def seal(self, _table: Table, clock: int, terms: StepTerms) -> None:
         self.sent[clock].terms = terms
 
