@@ -508,8 +508,7 @@ class TrainedModel:
             loaded = LoadedState(arrays)
             if self._join.is_new(self.clock) and not self._join.joins_nobody():
                 raise EditRefused(f"optimizer state was loaded into {self._join.words}")
-            why = self._why_no_edit()
-            if why and self._given == (self.clock, loaded.digest):
+            if (why := self._why_no_edit()) and self._given == (self.clock, loaded.digest):
                 loaded = None
             elif why:
                 raise EditRefused(load_refused(self.options.name, why))
@@ -717,9 +716,10 @@ class TrainedModel:
                 self._ended_edit(sealed)
             else:
                 self._times.ended()
-                self.group.renewed()
                 self._untold = skipped_step(sealed.problem) or self._untold
         self._end_refused(sealed)
+        if not sealed.is_edit:
+            self.group.renewed()
         if sealed.scaling is not None and sealed.scaling.norm is not None:
             self.gradient_norm = sealed.scaling.norm
         ended = {} if sealed.is_skipped or sealed.is_edit else sealed.tickets

@@ -302,12 +302,14 @@ def train_beyond_half(
     client: ps.Client, name: str, groups: Sequence[str], bad_group: str
 ) -> tuple[list[str], torch.Tensor]:
     """Push in float16, by SGD(lr=1): gradients of 1, then of 1e5 in one group, then of 8 with a
-    loss scale with which float16 has no room for them.
+    loss scale with which float16 has no room for them. A step with these that is refused, because
+    one worker edits its parameters, is taken again, and then anew.
 
     Returns:
-        What each step said, and the parameters.
+        What each call of `step` said, and the parameters.
     """
-    model, told = seeded(Vector, seed=0), []
+    told: list[str] = []
+    model = seeded(Vector, seed=0)
     optimizer = ps.DistributedOptimizer(
         client,
         model,
@@ -317,15 +319,22 @@ def train_beyond_half(
         aggregate_within=groups[client.rank],
     )
     second = 1e5 if groups[client.rank] == bad_group else 2.0
-    for gradient, scale in [(1.0, 1.0), (second, 1.0), (8.0, 2.0**16)]:
+    large = 8.0, 2.0**16
+    for step, (gradient, scale) in enumerate([(1.0, 1.0), (second, 1.0), large, large, large]):
         optimizer.zero_grad()
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         scaler.scale(model.values.sum() * gradient).backward()
-        try:
-            scaler.step(optimizer)
-            told.append("")
-        except ps.InvalidTensor as error:
-            told.append(error.message)
+        before = values(model)
+        for is_edited in [True, False] if step == 3 else [False]:
+            if is_edited and client.rank == 2:
+                nn.init.ones_(model.values)
+            try:
+                scaler.step(optimizer)
+                told.append("")
+            except ps.PushpullError as error:
+                told.append(f"{type(error).__name__}: {error.message}")
+            if is_edited:
+                model.load_state_dict(before)
     return told, model.values.detach()
 
 

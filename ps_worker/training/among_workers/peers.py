@@ -99,7 +99,7 @@ class Peers:
             if now_s() >= end_s:
                 leave_as_it_is(work)
                 raise WaitExpired(
-                    f"{self._late_words(giver)}. The next call waits on; request_deadline_s of "
+                    f"{self._late_words(giver)} The next call waits on; request_deadline_s of "
                     "ps.connect is the time"
                 )
 
@@ -108,7 +108,7 @@ class Peers:
         if giver is not None:
             return (
                 f"worker {giver}, which pulls for this group, has not given the values {within}: "
-                "its own error says what it waits for"
+                "its own error says what it waits for."
             )
         return (
             f"{self._words} has not come to this step {within}, though all are there: is one still "
