@@ -316,6 +316,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, outer: ps.Outer) -> N
         trainer.step_count = begun
         while trainer.step_count < until:
             trainer.step()
+        client.barrier()  # else the other's state may be of an earlier inner step of this clock
         client.checkpoint().wait(DEADLINE_S)
         return trainer.history
 
