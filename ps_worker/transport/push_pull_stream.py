@@ -5,7 +5,7 @@ Rules:
     - Blocks whose payloads are small or in shared memory share a message, because a message costs
       about as much as a hundred kilobytes of payload. A large payload that travels as bytes has a
       message of its own, written around it.
-    - A pull that follows an entry at once travels in its message.
+    - A pull that follows an entry at once travels in its message, unless both are too long for one.
     - While the ring is full, all entries wait for the server's answers, which never wait for them.
     - A pull has a number of its own; if the stream breaks, it fails with Recovering.
 
@@ -102,8 +102,13 @@ class Outbox:
                 batch = b"".join(wrap(_BLOCKS_FIELD, block) for block in blocks)
                 message = wrap(_REQUEST.BATCH_FIELD_NUMBER, batch)
         if self._frames and isinstance(self._frames[0][0], parameters_pb2.PullRequest):
-            pull, _ = self._frames.popleft()
-            message += wrap(_REQUEST.THEN_PULL_FIELD_NUMBER, pull.SerializeToString())
+            pull = self._frames[0][0].SerializeToString()
+            behind = wrap(_REQUEST.THEN_PULL_FIELD_NUMBER, pull)
+            # Of blocks there are few, and their payloads do not count.
+            beside = len(message) if payload is None else limits.MESSAGE_OVERHEAD_BYTES
+            if beside + len(behind) <= limits.MAX_ENTRY_BYTES:
+                self._frames.popleft()
+                message += behind
         return (message,)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from ps_core.cluster_view import Role, Session
 from ps_core.errors import InvalidTensor, Recovering, WaitExpired
 from ps_core.keys import Incarnation, NodeId
 from ps_server.lane.lane_socket import SharedLanes
+from ps_server.wire.parameter_wire import entry_reader
+from ps_worker.spec.rows import MAX_PULLED_COUNT
 from ps_worker.transport.lane import SharedLane, empty_shared
 from ps_worker.transport.push_pull_stream import Frame, Outbox, PushPullStream
 from pushpull.v1 import parameters_pb2
@@ -104,6 +107,35 @@ def test_small_blocks_share_a_message_up_to_a_number() -> None:
         assert sequences(first) == list(range(1, count + 1))
         assert first.batch.blocks[2].payload == bytes([3]) * 4
         assert sequences(await read(outbox)) == [count + 1, count + 2]
+
+    ran(scene)
+
+
+@pytest.mark.parametrize("make", [pull, seal, block, partial(block, byte_count=SMALL)])
+@pytest.mark.parametrize("count", [1, MAX_PULLED_COUNT, 2 * MAX_PULLED_COUNT - 8])
+def test_a_pull_travels_with_what_is_before_it_where_both_may_be_parsed(
+    make: Callable[[int], Frame], count: int
+) -> None:
+    """A lookup of many ids comes as several pulls, one behind the other."""
+    ids = np.arange(count, dtype="<u8").tobytes()
+    first = make(1)
+    if isinstance(first[0], parameters_pb2.PullRequest):
+        first[0].ranges.add(range_id=2, ids=[ids])
+
+    reader = entry_reader(Part)
+
+    async def scene() -> None:
+        asked = parameters_pb2.PullRequest(table_id=1)
+        asked.ranges.add(range_id=2, ids=[ids])
+        outbox = outbox_of(first, (asked, None))
+        raw = b"".join(await outbox.next_message(None))
+        message = reader(raw)
+        if message.HasField("then_pull"):
+            found = message.then_pull
+        else:
+            assert len(raw) + 2 * len(ids) > limits.MAX_ENTRY_BYTES
+            found = reader(b"".join(await outbox.next_message(None))).pull
+        assert found.ranges[0].ids == [ids]
 
     ran(scene)
 
