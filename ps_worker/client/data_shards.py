@@ -32,6 +32,7 @@ from ps_core.consistency import Mode
 from ps_core.errors import InvalidConfig, WaitExpired, check_config
 from ps_core.manifest import DataSetSpec
 from ps_runtime.system.clock import now_s
+from ps_runtime.system.future_waits import wait_until_ended
 from ps_worker.checkpoint.save_points import SavePoints
 from ps_worker.client.connection import GRACE_S, ClientConnection
 from ps_worker.client.handed_batches import CountedBatches, HandedBatches, batch_size_of
@@ -262,9 +263,17 @@ class DataShards:
         if not self._ahead and self._call is not None:
             self._take_answer()
         if not self._ahead and not self._is_over:
-            self._connection.wait_for(self._uncommitted(), self._deadline_s)
+            self._wait_until_committed()
             self._start_call()
             self._take_answer()
+
+    def _wait_until_committed(self) -> None:
+        """The ticket of a failed step raises its error; here it only has to have ended."""
+        tickets = self._uncommitted()
+        wait_until_ended([ticket.future for ticket in tickets], self._deadline_s)
+        for ticket in tickets:
+            if not ticket.done():
+                raise WaitExpired(self._connection.why_open(ticket, self._deadline_s))
 
     def _uncommitted(self) -> list[PushTicket]:
         """Steps that may not be in the parameters yet: what they trained on is not done."""

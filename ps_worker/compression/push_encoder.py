@@ -122,6 +122,7 @@ class PushEncoder:
         start_counts = [m.rank * m.columns if m else 0 for m in self._matrices]
         self._residuals = None if push.codec.is_raw else Residuals(table, start_counts)
         self._steps: dict[int, _Step] = {}
+        self._owed_of = 0  # `mean_of` of the newest step: others may have left since
         self._free: dict[int, list[Bytes]] = {}
 
     def encode(self, clock: int, pushed: BlockValues, *, is_final: bool = False) -> CodedPayload:
@@ -208,6 +209,7 @@ class PushEncoder:
         if not takes_part:
             self._withdraw(step, ())
         if self._residuals is not None:
+            self._owed_of = self._mean_of() if takes_part else self._owed_of
             self._residuals.seal(clock, scale, takes_part=takes_part, taken=step.taken)
 
     @staticmethod
@@ -276,7 +278,7 @@ class PushEncoder:
         residuals = _casts().elements(flat, Codec.FP32)
         guard = _casts().elements(self._guard.state().data.cast("B"), Codec.FP64)
         found = {"residuals": residuals, "scale": self._residuals.unit, "guard": guard}
-        found["mean_of"] = self._mean_of()
+        found["mean_of"] = self._owed_of
         starts = self._residuals.flat_starts()
         if starts.size:
             found["starts"] = _casts().elements(starts.data.cast("B"), Codec.FP32)
@@ -303,6 +305,7 @@ class PushEncoder:
         """
         saved: Floats = state["residuals"].numpy()
         before, now = int(state.get("mean_of", 0)), self._mean_of()
+        self._owed_of = self._owed_of or now
         return saved if before == now or not (before and now) else saved * np.float32(now / before)
 
     # --- elements

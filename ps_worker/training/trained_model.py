@@ -94,6 +94,7 @@ class _SealedStep:
     is_taken_over: bool = False  # its result was written into the parameters
     marks: GradientMarks | None = None  # of its gradients, if hooks do not tell of all
     has_gradients: bool = False  # gradients of the next step have come since
+    failure: PushpullError | None = None  # of rows: the first, while others are waited for
 
 
 class TrainedModel:
@@ -637,8 +638,7 @@ class TrainedModel:
         skip = scale.skip or bool(problem)
         with self._client.connection.loop.together():
             self._seal_buffers()
-            # Not where blocks were applied on arrival, or members of a group share a push.
-            if not (skip or is_round or self.options.applies_on_arrival) and self.group.is_alone:
+            if not (skip or is_round or self.options.applies_on_arrival):  # else it is too late
                 bind_rows(self._client, self.rows, awake)
             tickets = {}
             # A graph's replay would not wait, and who was left out learns that by its pull.
@@ -727,16 +727,16 @@ class TrainedModel:
 
     def _finish_rows(self, sealed: _SealedStep) -> None:
         """Wait for the steps of all embedding tables; then raise the first error of one."""
-        results, failure = [], None
+        results = []
         for rows in self.rows:
             try:
                 results.append(rows.finish(is_skipped=sealed.is_skipped))
             except WaitExpired:
                 raise
             except PushpullError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+                sealed.failure = sealed.failure or error
+        if sealed.failure is not None:
+            raise sealed.failure
         if not sealed.is_skipped and not sealed.is_edit:
             self.row_results += [result for result in results if result is not None]
 

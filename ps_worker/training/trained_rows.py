@@ -10,6 +10,7 @@ Rules:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -143,7 +144,13 @@ class TrainedRows:
         row_bytes = table.spec.element_count * given[0][1].element_size() if given else 0
         if len(given) == 1:
             check_fit(table, given[0][0].spans, row_bytes)
-        elif given:
+            return
+        counts: Counter[int] = Counter()
+        for batch, _ in given:
+            counts.update({block: end - begin for block, (begin, end) in batch.spans.items()})
+        try:  # ids that come in several passes count several times
+            check_fit(table, {block: (0, count) for block, count in counts.items()}, row_bytes)
+        except InvalidConfig:
             ids = np.concatenate([batch.ids for batch, _ in given])
             check_fit(table, cut_ids(ids, rows_of(table)).spans, row_bytes)
 

@@ -405,7 +405,8 @@ def test_a_shard_is_not_done_before_its_step_is_in_the_parameters() -> None:
 
         def train() -> None:
             for begin, _ in shards.ranges():
-                client.push(table, np.ones(1, np.float32))
+                # What is refused is for its ticket to say.
+                client.push(table, np.full(1, 1.0 if seen else np.nan, np.float32))
                 seen.append(begin)
 
         with pytest.raises(ps.WaitExpired, match="table 't'"):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from ps_core.change import TableChange
 from ps_core.cluster_view import ClusterView
@@ -350,6 +351,29 @@ def test_what_was_owed_as_part_of_a_mean_is_the_same_amount_of_another(
     older = encoder(now)
     older.load_state_dict(saved)
     assert np.array_equal(older.state_dict()["residuals"].numpy(), left)
+
+
+def test_what_is_owed_is_part_of_the_mean_that_the_last_step_was_in() -> None:
+    """Workers leave one after another, and a checkpoint has what each left."""
+    present = 3
+
+    def encoder() -> PushEncoder:
+        return PushEncoder(table(), PushCodec.parsed("topk:0.1"), 0, mean_of=lambda: present)
+
+    leaves, resumed, again = encoder(), encoder(), encoder()
+    leaves.encode(1, BlockValues(0, np.linspace(-1, 1, BLOCK, dtype=np.float32).data.cast("B")))
+    leaves.sealed(1, 1.0, takes_part=True)
+    present = 1
+    leaves.sealed(2, 1.0, takes_part=False)  # the last one
+    saved = leaves.state_dict()
+    present = 3
+    resumed.load_state_dict(saved)
+    assert torch.equal(resumed.state_dict()["residuals"], saved["residuals"])
+    present = 1
+    unchanged = resumed.state_dict()
+    present = 3
+    again.load_state_dict(unchanged)
+    assert torch.equal(again.state_dict()["residuals"], saved["residuals"])
 
 
 def test_an_update_is_a_mean_of_workers_under_bsp_alone() -> None:
