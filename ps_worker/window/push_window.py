@@ -501,14 +501,15 @@ class PushWindow:
                 self._requeue(entry)
             elif entry.state is _RECEIVED and entry.sent_s <= overdue_s:
                 self._probe(entry, now_s)
-            self._due_s = min(self._due_s, self._entry_due_s(entry))
+            self._due_s = min(self._due_s, self._entry_due_s(entry, now_s))
 
-    def _entry_due_s(self, entry: PushEntry) -> float:
+    def _entry_due_s(self, entry: PushEntry, now_s: float) -> float:
         if entry.retry_s is not None:
             return entry.retry_s
         if entry.state is _QUEUED:  # not before it has been sent
             return math.inf
-        return entry.sent_s + self._resend_after_s
+        # All entries are looked at, so not for each of many that were sent one after the other.
+        return max(entry.sent_s, now_s - 0.9 * self._resend_after_s) + self._resend_after_s
 
     def _open(self) -> Iterator[PushEntry]:
         for numbers in self._numbers.values():

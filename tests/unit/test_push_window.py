@@ -134,6 +134,24 @@ def test_being_given_back_again_does_not_put_off_when_it_goes(window: PushWindow
     assert [e.key for e in window.poll(0.7) if isinstance(e, SendPush)] == [key]
 
 
+def test_entries_that_were_sent_one_after_the_other_are_resent_a_few_times_a_wait() -> None:
+    """Each look is at all entries, of which there may be a hundred thousand."""
+    window = PushWindow(10_000, resend_after_s=5.0)
+    window.assign({RangeId(0): NEAR})
+    window.connected(NEAR)
+    for number in range(100):
+        _push(window, block=number)
+        window.poll(number / 100)
+    sent_s = [tenth / 10 for tenth in range(49, 75) for _ in _resent(window, tenth / 10)]
+    assert len(sent_s) == 100
+    assert sorted(set(sent_s)) == [5.4, 5.9, 6.4]
+
+
+def _resent(window: PushWindow, at_s: float) -> list[SendPush]:
+    window.tick(at_s)
+    return _pushes(window, at_s)
+
+
 def test_one_entry_may_always_go(window: PushWindow) -> None:
     window.submit(BlockPlace(TABLE, RangeId(0), 0), 1, b"", byte_count=10_000)
     assert len(window.poll(0.0)) == 1
