@@ -85,7 +85,8 @@ def _collectives(client: Client) -> CollectiveCalls:
 
 
 class Client:
-    """A session with a cluster. Made by `connect`; its verbs may be called from several threads.
+    """A session with a cluster. Made by `connect`. Several threads may use it: their pushes to a
+    table come one after the other, each whole, and each that seals ends a step.
 
     A normal end leaves the cluster: it seals a final step on every table, so that no worker waits
     for this one any more. An end by an exception does not, because the other workers must learn
@@ -230,8 +231,8 @@ class Client:
             raise InvalidConfig("hyperparameters belong to the seal; give them with it")
         blocks = _blocks(table, values, slice, copy=copy)
         # Encoded blocks leave at once, while the next are encoded.
-        is_coded = table.steps.encoder is not None
-        with contextlib.nullcontext() if is_coded else self.connection.loop.together():
+        is_coded, together = table.steps.encoder is not None, self.connection.loop.together
+        with table.steps.turn, contextlib.nullcontext() if is_coded else together():
             step = self.tables.begin_step(table)
             step.push_tensors(blocks)
             return step.seal(checked) if seal else step.ticket
@@ -263,10 +264,10 @@ class Client:
             NotPermitted: this is not a worker.
         """
         checked = checked_hyperparameters(table, hyperparameters)
-        step = self.tables.begin_step(table)
-        return step.seal(
-            checked, contribution_scale=contribution_scale, skip=skip, clip_scale=clip_scale
-        )
+        with table.steps.turn:
+            return self.tables.begin_step(table).seal(
+                checked, contribution_scale=contribution_scale, skip=skip, clip_scale=clip_scale
+            )
 
     def scale_update(self, table: TableHandle, clock: int, scale: float) -> PushTicket:
         """Give the factor of an update that waits for it. All workers give the same one.
@@ -303,9 +304,10 @@ class Client:
             InvalidTensor: another dtype or shape than the table's.
         """
         blocks = _blocks(table, values, slice, copy=copy)
-        step = self.tables.begin_assign(table)
-        step.push_tensors(blocks)
-        return step.seal() if seal else step.ticket
+        with table.steps.turn:
+            step = self.tables.begin_assign(table)
+            step.push_tensors(blocks)
+            return step.seal() if seal else step.ticket
 
     def push_pull(
         self,
@@ -326,7 +328,7 @@ class Client:
             PushpullError: as `push`, `pull` and `wait`.
         """
         check_handle(table)
-        with self.connection.loop.together():
+        with table.steps.turn, self.connection.loop.together():
             ticket = self.push(table, values, hyperparameters=hyperparameters)
             region = region_of(table.table, None)
             pulled = self.pulls.start_values(table, region, out, timeout_s=timeout_s)
@@ -445,7 +447,7 @@ class Client:
         rows_of(table.table)
         found = ids_of(ids, hashed_ids=hashed_ids)
         rows = gradients_of(table.table, found, gradients)
-        with self.connection.loop.together():
+        with table.steps.turn, self.connection.loop.together():
             step = self.tables.begin_step(table)
             step.push_rows(found, rows, is_last=seal)
             return step.seal(checked) if seal else step.ticket

@@ -428,6 +428,8 @@ class TableSteps:
         peer_versions: of each block, the peer version that the last pull has seen.
         initial_values: the bytes of the values that an optimizer has given the table, until it is
             made: it may be made again, if that was interrupted.
+        turn: held by a thread while it pushes or seals, so that each has steps of its own, and
+            what it posts comes whole.
     """
 
     def __init__(
@@ -449,6 +451,7 @@ class TableSteps:
         self._is_alone = is_alone
         self._joins = joins
         self._lock = threading.Lock()
+        self.turn = threading.RLock()
         self.clock = self._newest_clock = table.restored_clock or 0
         self.peer_versions: dict[int, int] = {}
         self.initial_values: Raw | None = None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from queue import SimpleQueue
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -295,6 +298,30 @@ def test_asynchronous_steps_wait_for_nobody_and_count_staleness(team: Team) -> N
     assert np.all(np.asarray(team.first.pull(ours)) == -4.0)
     assert team.first.wait(team.first.push(ours, full(100, 1.0))).staleness == 0
     assert team.first.progress().clocks[ours.name] == 2
+
+
+def test_threads_that_push_to_one_table_each_have_steps_of_their_own(team: Team) -> None:
+    ours, _ = team.table(BLOCK, consistency=ps.ASP(), reduction="sum")
+    thread_count, step_count = 4, 50
+    begin = Barrier(thread_count)
+
+    def push(number: int) -> set[int]:
+        begin.wait()
+        ones = full(BLOCK, 1.0)
+        pushed = [team.first.push(ours, ones) for _ in range(step_count)]
+        if number == 0:
+            team.first.push_pull(ours, ones)
+        return {team.first.wait(ticket).clock for ticket in pushed}
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # a thread has its turn between any two lines of another
+    try:
+        with ThreadPoolExecutor(thread_count) as threads:
+            clocks = list(threads.map(push, range(thread_count)))
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert len(set().union(*clocks)) == thread_count * step_count
+    assert np.all(np.asarray(team.first.pull(ours)) == -(thread_count * step_count + 1.0))
 
 
 # --- dtypes and parts
