@@ -6,6 +6,8 @@ Rules:
       and is ignored.
     - The manifest of an incremental checkpoint is written only while every checkpoint that it
       refers to has its own, so removing checkpoints by hand leaves no chain without its first.
+    - Old checkpoints are pruned after each complete one, but not by a cluster that a restore has
+      replaced: the new one reads one of them. A restore waits for a prune that has begun.
 
 `scheduler.machine.checkpoint_schedule` decides when one is due, `scheduler.machine.checkpoints` who
 takes part; nodes write their own parts.
@@ -76,6 +78,9 @@ _POLL_S = 0.02  # interval of the check for the end of a checkpoint, in seconds
 class Checkpointing:
     """The checkpoints of one cluster. Belongs to the scheduler's event loop; `carry_out` logs and
     publishes a decision of the machine.
+
+    Attributes:
+        pruning: held while checkpoints are pruned, and by a restore from its choice to `end`.
     """
 
     def __init__(
@@ -99,6 +104,7 @@ class Checkpointing:
         self._given_up: deque[str] = deque(maxlen=_GIVEN_UP_COUNT)
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_over = False
+        self.pruning = asyncio.Lock()
         self._complete_count = self._failed_count = 0
         self._newest: tuple[str, float] | None = None
         self._failed: tuple[CheckpointFailed, float] | None = None
@@ -149,8 +155,8 @@ class Checkpointing:
             self._schedule.begun(now_s)
 
     def end(self) -> None:
-        """A restore has replaced the cluster: its checkpoints decide nothing any more, and calls
-        that wait for one fail with Fenced.
+        """A restore has replaced the cluster: its checkpoints decide nothing any more, no other is
+        pruned for them, and calls that wait for one fail with Fenced.
         """
         self._is_over = True
 
@@ -293,7 +299,10 @@ class Checkpointing:
         run = {settings.timeline, *lineage_of(settings)}
         source = "" if settings.restored is None else settings.restored.url.rpartition("/")[2]
         try:
-            removed = await asyncio.to_thread(prune, CheckpointStore(url), keep, run, source)
+            async with self.pruning:
+                if self._is_over:
+                    return
+                removed = await asyncio.to_thread(prune, CheckpointStore(url), keep, run, source)
             for name in removed:
                 logs.info("checkpoint_removed", name=name)
         except PushpullError as error:

@@ -372,18 +372,19 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             _check_unnamed(session, "a restore")
             cluster.check_runs_are_over()
             restored = None
-            if not request.empty:
-                url = request.url or cluster.settings.checkpoint_url
-                restored = await asyncio.to_thread(self._restored_from, url)
-            cluster = self._cluster
-            self._caller(request.session, "RestoreCheckpoint")  # no other restore was faster
-            cluster.check_runs_are_over()
-            clock_before = self.checkpointing.clock
-            timeline, key = secrets.token_bytes(TIMELINE_BYTES), secrets.token_bytes(32)
-            settings = cluster.in_new_timeline(restored, timeline, key)
-            self._publication.cluster_replaced()
-            self.checkpointing.end()
-            self._begin(Decision(Cluster(settings, clock.now_s())))
+            async with self.checkpointing.pruning:  # what is chosen stays
+                if not request.empty:
+                    url = request.url or cluster.settings.checkpoint_url
+                    restored = await asyncio.to_thread(self._restored_from, url)
+                cluster = self._cluster
+                self._caller(request.session, "RestoreCheckpoint")  # no other restore was faster
+                cluster.check_runs_are_over()
+                clock_before = self.checkpointing.clock
+                timeline, key = secrets.token_bytes(TIMELINE_BYTES), secrets.token_bytes(32)
+                settings = cluster.in_new_timeline(restored, timeline, key)
+                self._publication.cluster_replaced()
+                self.checkpointing.end()
+                self._begin(Decision(Cluster(settings, clock.now_s())))
         if restored is None:
             logs.warning("cluster_begun_anew", clock_before=clock_before)
             return pb.RestoreCheckpointResponse()

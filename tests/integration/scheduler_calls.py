@@ -28,6 +28,7 @@ from ps_runtime.system import clock
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from scheduler.edge.publication import JournalWriter
 from scheduler.edge.servicer import SERVICE_NAME, SchedulerServicer
+from scheduler.machine.checkpoint_schedule import CheckpointPolicy
 from scheduler.machine.cluster import Cluster, Decision
 from scheduler.machine.state import ClusterSettings
 from tests.joining import SECRET
@@ -158,13 +159,15 @@ async def running(**settings: Any) -> AsyncIterator[Running]:
 
 @contextlib.asynccontextmanager
 async def serving(
-    begun: Decision[Cluster], journal: JournalWriter | None = None
+    begun: Decision[Cluster],
+    journal: JournalWriter | None = None,
+    policy: CheckpointPolicy = CheckpointPolicy(),  # noqa: B008 - it cannot be changed
 ) -> AsyncIterator[Running]:
     """One of a cluster that was begun, or is gone on with."""
     registry = new_registry()
     roots = (begun.reply.settings.checkpoint_url,)
     servicer = SchedulerServicer(
-        begun, SchedulerMetrics(registry), SECRET.encode(), roots=roots, journal=journal
+        begun, SchedulerMetrics(registry), SECRET.encode(), policy, roots, journal
     )
     await servicer.flushed()
     node = await NodeServer.start(

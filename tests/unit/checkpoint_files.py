@@ -15,8 +15,17 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf import json_format
 
-from ps_core.keys import TableId
-from ps_core.manifest import Manifest, SavedPart, SavedTable, SavedWorker, place_in
+from ps_core.change import TableCut
+from ps_core.keys import NodeId, TableId
+from ps_core.manifest import (
+    Manifest,
+    PartReport,
+    ReportedTable,
+    SavedPart,
+    SavedTable,
+    SavedWorker,
+    place_in,
+)
 from ps_core.tables.elements import DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
@@ -33,6 +42,7 @@ from ps_runtime.checkpoint.part_writer import (
 from ps_runtime.checkpoint.reader import CheckpointReader
 from ps_runtime.cluster.wire import spec_to_proto
 from ps_runtime.system.disk import DISK, Disk
+from scheduler.machine.checkpoint_state import Attempt
 
 CLUSTER_ID = "3fa9c1d27b60a5e4"
 BLOCK = 64
@@ -197,6 +207,25 @@ def write_checkpoint(
     manifest = replace(manifest_of(number, parts, workers), bases=tuple(bases))
     directory.write_manifest(manifest)
     return manifest
+
+
+def attempt_at(directory: CheckpointDirectory, number: int) -> Attempt:
+    """As the scheduler has it when all parts are written, and only its manifest is missing."""
+    directory.create()
+    tables = {
+        TableId(n): Table(TableId(n), 0, spec, cut=TableCut(number, 41))
+        for n, spec in enumerate(SPECS, 1)
+    }
+    ids = {table.spec.name: table_id for table_id, table in tables.items()}
+    parts = {}
+    for server in (1, 2):
+        saved = write_part(directory, f"server-{server}.safetensors", number)
+        counts = {ids[name]: ReportedTable(count, 41) for name, count in saved.tables.items()}
+        parts[NodeId(server)] = PartReport(
+            saved.file, saved.byte_count, saved.header_sha256, counts
+        )
+    attempt = Attempt(number, directory.url, "asked for", 0, 0.0, 0.0, cuts=tables)
+    return replace(attempt, servers=frozenset(parts), parts=parts, is_cut=True, is_written=True)
 
 
 def _blocks(base: CheckpointReader | None) -> list[StoredBlock]:

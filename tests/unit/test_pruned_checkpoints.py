@@ -1,0 +1,66 @@
+"""The checkpoints that a cluster removes when another is complete, and those that it must leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from ps_core.manifest import MANIFEST_FILE
+from ps_runtime.checkpoint.store import CheckpointStore
+from ps_runtime.observe.metrics import SchedulerMetrics
+from scheduler.edge.checkpointing import Checkpointing
+from scheduler.machine.checkpoint_schedule import CheckpointPolicy
+from scheduler.machine.checkpoint_state import CheckpointWritten
+from tests.unit.checkpoint_files import CLUSTER_ID, attempt_at, write_checkpoint
+from tests.unit.cluster_harness import Harness
+from tests.unit.reluctant_store import Gate, reluctant_store
+
+
+@pytest.fixture
+def reluctant() -> Iterator[CheckpointStore]:
+    with reluctant_store() as store:
+        yield store
+
+
+def keeping_one(store: CheckpointStore) -> Checkpointing:
+    """The edge of a cluster that keeps the newest checkpoint."""
+    settings: dict[str, Any] = {"cluster_id": CLUSTER_ID, "timeline": bytes(16)}
+    return Checkpointing(
+        Harness(checkpoint_url=store.url, **settings).cluster,
+        CheckpointPolicy(keep=1),
+        lambda decision: decision.reply,
+        SchedulerMetrics(CollectorRegistry()),
+    )
+
+
+async def all_ended() -> None:
+    """All that was begun has ended."""
+    own = {asyncio.current_task()}
+    while others := asyncio.all_tasks() - own:
+        await asyncio.wait(others)
+
+
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_a_cluster_that_a_restore_has_replaced_prunes_no_more(
+    reluctant: CheckpointStore, is_restored: bool
+) -> None:
+    """The restore has taken 5 while 6 waited for its manifest: tables are still read from 5."""
+    fifth = write_checkpoint(reluctant.directory(5, CLUSTER_ID), 5).directory
+
+    async def live() -> None:
+        edge, manifest = keeping_one(reluctant), Gate("pipe_file", MANIFEST_FILE)
+        sixth = attempt_at(reluctant.directory(6, CLUSTER_ID), 6)
+        edge.published(CheckpointWritten(sixth), 0.0)
+        await asyncio.to_thread(manifest.wait)
+        if is_restored:
+            edge.end()
+        manifest.let_go()
+        await all_ended()
+        kept = [fifth] if is_restored else []
+        assert reluctant.names() == [*kept, sixth.url.rpartition("/")[2]]
+
+    asyncio.run(live())
