@@ -117,7 +117,12 @@ def verify_checkpoints(url: str, output: Output) -> int:
 
 
 def _verify(directory: CheckpointDirectory, output: Output, *, is_one: bool) -> bool:
-    if not is_one and not directory.has_manifest():
+    try:
+        is_complete = is_one or directory.has_manifest()
+    except InvalidCheckpoint as error:
+        output.complain(error.message)
+        return True
+    if not is_complete:
         output.say(f"{directory.url}: not completed, passed over")
         return False
     try:

@@ -212,10 +212,16 @@ class CheckpointDirectory:
         self.commit(MANIFEST_FILE, _temporary(final))
 
     def has_manifest(self) -> bool:
-        """True for a checkpoint, good or bad; False if it was not completed, or is missing."""
+        """True for a checkpoint, good or bad; False if it was not completed, or is missing.
+        InvalidCheckpoint if the filesystem does not say which.
+        """
         with reported(self.url, "read"):
             self.location.filesystem.invalidate_cache()
-            return bool(self.location.filesystem.isfile(self._path(MANIFEST_FILE)))
+            try:
+                found = self.location.filesystem.info(self._path(MANIFEST_FILE))
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            return bool(found["type"] == "file")
 
     def read_manifest(self) -> Manifest:
         """Read the manifest; InvalidCheckpoint also if it is damaged or of another checkpoint."""

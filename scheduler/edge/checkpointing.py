@@ -16,6 +16,7 @@ takes part; nodes write their own parts.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
@@ -72,6 +73,7 @@ ReplyT = TypeVar("ReplyT")
 _REMEMBERED_COUNT = 100  # complete checkpoints that are remembered for their requesters
 _GIVEN_UP_COUNT = 16  # failed checkpoints whose directories are removed once more
 _MAX_REASON_CHARACTERS = 2_000  # length of a failure's reason in status answers
+_ASKED_AGAIN_S = 1.0  # interval of the questions for a manifest that cannot be read, in seconds
 _POLL_S = 0.02  # interval of the check for the end of a checkpoint, in seconds
 
 
@@ -104,6 +106,7 @@ class Checkpointing:
         self._given_up: deque[str] = deque(maxlen=_GIVEN_UP_COUNT)
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_over = False
+        self._closing = asyncio.Event()
         self.pruning = asyncio.Lock()
         self._complete_count = self._failed_count = 0
         self._newest: tuple[str, float] | None = None
@@ -226,18 +229,30 @@ class Checkpointing:
     # --- what becomes of it
 
     def resume(self) -> None:
-        """End a resumed cluster's written checkpoint: complete if its directory has a manifest."""
+        """End a resumed cluster's written checkpoint: complete if its directory has a manifest, and
+        failed if it has none.
+        """
         under_way = self._cluster.view.checkpoint
         if under_way is not None:
             self._start(self._end_written(under_way))
 
     async def _end_written(self, written: Checkpoint) -> None:
-        directory = CheckpointDirectory(locate(written.url))
-        try:
-            is_complete = await asyncio.to_thread(directory.has_manifest)
-            problem = "" if is_complete else "its manifest was not written; " + STARTED_AGAIN
-        except PushpullError as error:
-            problem = error.message
+        """Ask until the store answers, or this scheduler ends: a failed one would be removed."""
+        directory, is_told = CheckpointDirectory(locate(written.url)), False
+        while True:
+            try:
+                is_complete = await asyncio.to_thread(directory.has_manifest)
+                break
+            except PushpullError as error:
+                if not is_told:
+                    logs.warning("manifest_not_read", number=written.number, reason=error.message)
+                is_told = True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ASKED_AGAIN_S):
+                    await self._closing.wait()
+            if self._closing.is_set() or self._is_over:
+                return
+        problem = "" if is_complete else "its manifest was not written; " + STARTED_AGAIN
         self._carried_out(self._cluster.end_checkpoint(written.number, problem))
 
     def published(self, transition: Transition, now_s: float) -> None:
@@ -331,6 +346,7 @@ class Checkpointing:
         """Wait for running file operations, and remove the state of workers that left, unless the
         cluster goes on with another scheduler.
         """
+        self._closing.set()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._remove_given_up()
         if self._cluster.checkpoints.has_left_parts and not goes_on:

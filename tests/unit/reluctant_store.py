@@ -56,6 +56,7 @@ def reluctant_store() -> Iterator[CheckpointStore]:
     """An empty one."""
     fsspec.register_implementation("reluctant", ReluctantStore, clobber=True)
     ReluctantStore.store.clear()
+    ReluctantStore.pseudo_dirs[:] = [""]
     try:
         yield CheckpointStore(URL)
     finally:
