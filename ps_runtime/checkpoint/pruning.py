@@ -5,8 +5,10 @@ Rules:
       written; nor is one that a kept one refers to.
     - The newest go first, so that a removal that breaks off leaves no dangling reference.
     - A running cluster reads the checkpoint that it began from as long as it goes on: a table or a
-      state may come late.
-    - Several runs may write under one URL. A cluster removes only its own run's.
+      state may come late. While that one cannot be read, all that are older stay, because it may
+      refer to them.
+    - Several runs may write under one URL. A cluster removes only its own run's. One whose manifest
+      cannot be read is nobody's.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def prune(
     """
     if keep < 1:
         raise InvalidConfig(f"keep is {keep}; expected at least 1")
-    names = store.names() if run is None else _names_of(store, run)
+    there = store.names()
+    names = there if run is None else _names_of(store, there, run)
     kept: dict[str, Manifest] = {}
     for name in reversed(names):
         found = store.judged(name) if len(kept) < keep else None
@@ -38,8 +41,13 @@ def prune(
     if not kept:
         return []
     older = names[: min(names.index(name) for name in kept)]
-    if source in older and isinstance(found := store.judged(source), Manifest):
-        kept[source] = found
+    if source in there and source not in kept:
+        found = store.judged(source)
+        if isinstance(found, Manifest):
+            kept[source] = found
+        else:
+            may_be_needed = there[: there.index(source) + 1]
+            older = [name for name in older if name not in may_be_needed]
     stay = {*kept, *(base for manifest in kept.values() for base in manifest.bases)}
     removed = [name for name in older if name not in stay]
     for name in reversed(removed):
@@ -47,15 +55,18 @@ def prune(
     return removed
 
 
-def _names_of(store: CheckpointStore, run: Collection[bytes]) -> list[str]:
-    """The directories of a run. A directory without a manifest, which was given up, belongs to
-    the run if others of its cluster do.
+def _names_of(store: CheckpointStore, there: list[str], run: Collection[bytes]) -> list[str]:
+    """The directories of a run, of those that are there. A directory without a manifest, which was
+    given up, belongs to the run if others of its cluster do.
     """
     manifests = store.manifests()
     own = {name for name, manifest in manifests.items() if manifest.timeline in run}
     clusters = {name.partition("-")[2] for name in own}
-    return [
+    given_up = {
         name
-        for name in store.names()
-        if name in own or (name not in manifests and name.partition("-")[2] in clusters)
-    ]
+        for name in there
+        if name not in manifests
+        and name.partition("-")[2] in clusters
+        and not store.named(name).has_manifest()
+    }
+    return [name for name in there if name in own or name in given_up]
