@@ -28,8 +28,10 @@ async def make_last(scheduler: str, ending: RunEnd, output: Output) -> bool:
     """
     with contextlib.suppress(PushpullError):
         async with SchedulerQuery(scheduler) as query:
-            if not (await query.status()).view.tables:
-                output.say("there is no last checkpoint, since there is no table")
+            tables = (await query.status()).view.tables
+            if all(table.run for table in tables):
+                of_run = " of the run without a name" if tables else ""
+                output.say(f"there is no last checkpoint, since there is no table{of_run}")
                 return True
     if ending.exit_code:
         output.say(f"{ending.message}: making a last checkpoint; once more to stop at once")

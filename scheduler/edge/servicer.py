@@ -56,6 +56,7 @@ from scheduler.edge.restoring import restored_from
 from scheduler.edge.transition_lines import log_transition
 from scheduler.machine.changes import ChangeRequest, Outcome, Withdrawn
 from scheduler.machine.checkpoint_schedule import CheckpointPolicy
+from scheduler.machine.checkpoints import UNNAMED
 from scheduler.machine.cluster import Cluster, Created, Decision
 from scheduler.machine.data_shards import DataShardsReturned, ShardLease, ShardRequest
 from scheduler.machine.kept_values import KeptElsewhere, KeptValues
@@ -160,7 +161,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     @property
     def has_tables(self) -> bool:
-        return bool(self._view.tables)
+        """True if the run that checkpoints cover has a table."""
+        return bool(self._view.of_run(UNNAMED).tables)
 
     async def until_finished(self) -> None:
         """Wait until all workers have left, if the cluster ends then; else for ever."""

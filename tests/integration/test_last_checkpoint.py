@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import io
 import signal
 import threading
 from collections.abc import Iterator
@@ -15,6 +17,9 @@ import numpy as np
 import pytest
 
 import ps_worker as ps
+from ps_cli.console.output import Output
+from ps_cli.train.exit_rules import RunEnd
+from ps_cli.train.run_checkpoints import make_last
 from ps_runtime.checkpoint.store import CheckpointStore, resolve
 from ps_runtime.launch.cluster_shape import ClusterShape
 from ps_runtime.launch.launcher import Launcher, RoleProcess, start_scheduler, start_servers
@@ -285,6 +290,25 @@ def test_without_servers_it_waits_for_nobody(tmp_path: Path) -> None:
         said = cluster.end_of("scheduler")
         assert "event=no_last_checkpoint" in said
         assert "every server with values has left" in said
+
+
+def test_without_a_table_of_the_run_without_a_name_none_is_made_and_nothing_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checkpoints are of that run alone: neither the tool nor the scheduler waits for one."""
+    with (
+        bare_cluster(tmp_path / "checkpoints", workers=1) as cluster,
+        ps.connect(cluster.address, run="named", world_size=1) as client,
+    ):
+        client.create_table("named", COUNT, optimizer=ps.SGD(lr=1.0))
+        printed = io.StringIO()
+        last = make_last(cluster.address, RunEnd(130, "stopped"), Output(printed))
+        assert asyncio.run(last), capsys.readouterr().err
+        assert printed.getvalue() == (
+            "there is no last checkpoint, since there is no table of the run without a name\n"
+        )
+        cluster.role("scheduler").send(signal.SIGTERM)
+        assert "no_last_checkpoint" not in cluster.end_of("scheduler")
 
 
 def test_a_local_cluster_ends_after_a_checkpoint_that_nobody_waits_for(tmp_path: Path) -> None:
