@@ -167,7 +167,7 @@ class CheckpointDirectory:
                 self.location.filesystem.pipe_file(self._path(file), _TRIED)
                 self.location.filesystem.rm_file(self._path(file))
                 return
-            self._disk.make_directory(final.parent)
+            self._disk.make_durable_directory(final.parent)
             try:
                 self._write_synced(final, _TRIED)
             finally:

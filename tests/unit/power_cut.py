@@ -73,8 +73,10 @@ class RecordingDisk(Disk):
         self.operations.append(Operation("sync_directory", path))
 
     def make_directory(self, path: Path) -> None:
+        missing = [each for each in path.parents if not each.exists()]
         super().make_directory(path)
-        self.operations.append(Operation("make_directory", path))
+        made = [*reversed(missing), path]
+        self.operations += [Operation("make_directory", each) for each in made]
 
     def remove(self, path: Path) -> None:
         super().remove(path)
@@ -157,6 +159,11 @@ class _Model:
         self.pending.append((path, inode))
 
 
+def _names_to(directory: Path, root: Path) -> set[Path]:
+    """The directories below the root that lead to this one; without their names it is lost."""
+    return {each for each in directory.parents if each.is_relative_to(root)}
+
+
 def _point(names: dict[Path, _Inode], path: Path, inode: _Inode | None) -> None:
     if inode is None:
         names.pop(path, None)
@@ -186,6 +193,7 @@ def restart_after(
             _point(names, path, inode)
     there = {root, *model.directories}
     there |= {made for made in model.pending_directories if chooser.random() < survival}
+    there -= {each for each in there if not _names_to(each, root) <= there}
     for directory in there:
         (into / directory.relative_to(root)).mkdir(parents=True, exist_ok=True)
     for path, inode in names.items():

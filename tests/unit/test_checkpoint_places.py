@@ -14,7 +14,8 @@ from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.system.disk import Payload
 from pushpull.v1 import scheduler_pb2
 from scheduler.edge.restoring import checkpoints_under
-from tests.unit.power_cut import RecordingDisk
+from tests.unit.checkpoint_files import CLUSTER_ID, write_checkpoint
+from tests.unit.power_cut import RecordingDisk, restart_after
 
 
 class FullDisk(RecordingDisk):
@@ -31,6 +32,17 @@ def test_a_place_is_made_and_left_empty(tmp_path: Path) -> None:
     assert root.is_dir()
     assert list(root.iterdir()) == []
     assert checkpoints_under(str(root)) == (str(root), 0)
+
+
+def test_a_place_that_was_made_is_there_after_a_power_cut(tmp_path: Path) -> None:
+    """And so is the checkpoint in it. The scheduler tries the place out before anybody writes."""
+    before, after, disk = tmp_path / "before", tmp_path / "after", RecordingDisk()
+    before.mkdir()
+    store = CheckpointStore(str(before / "runs" / "7"), disk)
+    store.check_writable()
+    write_checkpoint(store.directory(1, CLUSTER_ID), 1, disk)
+    restart_after(disk.operations, before, 0, 0.0, after)
+    assert CheckpointStore(str(after / "runs" / "7")).newest_good() is not None
 
 
 def test_a_place_that_cannot_be_is_refused_with_the_remedy(tmp_path: Path) -> None:
