@@ -13,7 +13,8 @@ Rules:
       worker. Within a step the answer is a guess: as many steps to the next save point as to the
       last. A guess that is too high makes the cut later; one that is too low, the state (logged).
     - A script that waits for a checkpoint of its next step reports that: it takes the step only if
-      another worker has taken it. If all wait, it is proposed anew at their present clocks.
+      another worker has taken it, or waits for this one in its reduction. If all wait, it is
+      proposed anew at their present clocks.
     - A script in a collective call is at a save point there, if another worker waits for a
       checkpoint before it makes that call, because neither would go on.
     - A state that cannot be written is reported as lost, and training goes on.

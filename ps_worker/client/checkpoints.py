@@ -67,8 +67,8 @@ class CheckpointTicket:
             InvalidConfig: the cluster has no directory for checkpoints.
             InvalidCheckpoint: it could not be written; the message says what, and why.
             WaitExpired: it was not complete in time; the message says who is missing. Comes within
-                a second or two if it is of a step that another worker has taken and this one has
-                not: take the step, and wait again.
+                a second or two if it is of a step that another worker has taken, or waits in for
+                this one's gradients, and this one has not: take the step, and wait again.
         """
         waits_s = self._deadline_s if timeout_s is None else timeout_s
         self._is_waited_for = True

@@ -58,6 +58,7 @@ class StepSender:
 
     def __init__(self, post: Callable[..., None], driver: PushDriver) -> None:
         self.clocks: dict[TableId, int] = {}  # the newest that this worker has sealed
+        self.begun: dict[TableId, int] = {}  # of a step whose gradients workers reduce; the owner's
         self.inner_count = 0  # inner steps, which have no clock
         self.has_gradient = False  # of torch, which no step has taken
         self.assigned: set[TableId] = set()  # tables to which it has given initial values
@@ -86,6 +87,14 @@ class StepSender:
         elif not clock:
             self.assigned.add(table.table_id)
         self._post(self._driver.seal, table, clock, terms)
+
+    @property
+    def reached(self) -> dict[TableId, int]:
+        """The newest clock on each table, with that of a step in which this worker waits for others
+        before it seals it.
+        """
+        sealed, begun = self.clocks.copy(), self.begun
+        return sealed | {each: max(clock, sealed.get(each, 0)) for each, clock in begun.items()}
 
     @property
     def newest_clock(self) -> int:
@@ -353,7 +362,7 @@ class Engine:
         return scheduler_pb2.NodeProgress(
             tables=[
                 scheduler_pb2.TableProgress(table_id=table_id, clock=clock)
-                for table_id, clock in list(self.steps.clocks.items())
+                for table_id, clock in self.steps.reached.items()
             ],
             pushed_bytes=counters.pushed_bytes,
             pulled_bytes=counters.pulled_bytes,

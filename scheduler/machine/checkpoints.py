@@ -183,8 +183,9 @@ class CheckpointAttempts:
         clocks: Mapping[TableId, int],
         reached: Mapping[NodeId, Mapping[TableId, int]],
     ) -> bool:
-        """True if another worker has taken the step of a cut, and this one, with these `clocks`,
-        has not. `reached` has the clocks in the last heartbeat of each worker.
+        """True if another worker has taken, or begun with others, a step up to that of a cut that
+        this one, with these `clocks`, has not: the other may wait for it in that step. `reached`
+        has the clocks in the last heartbeat of each worker.
         """
         attempt = self._running(number)
         if attempt is None:
@@ -196,8 +197,8 @@ class CheckpointAttempts:
             if node_id != node.node_id
         ]
         return any(
-            clocks.get(table_id, step) < step
-            and any(each.get(table_id, 0) >= step for each in others)
+            (clock := clocks.get(table_id, step)) < step
+            and any(each.get(table_id, 0) > clock for each in others)
             for table_id, step in attempt.steps.items()
         )
 

@@ -35,6 +35,7 @@ def live(
     """Do what is ordered, and say what comes of it."""
     torch.set_num_threads(1)
     trainer: Any = None
+    ticket: Any = None
     clock = 0
     with ps.connect(address, run=run, rank=rank, request_deadline_s=deadline_s) as client:
         while True:
@@ -49,6 +50,9 @@ def live(
                     break
                 elif order == "values":
                     pipe.send(trainer.values)
+                elif order in ("checkpoint", "wait for it"):
+                    ticket = client.checkpoint() if order == "checkpoint" else ticket
+                    pipe.send(ticket.wait().number)
                 elif order == "wait on":
                     pipe.send("begins")
                     trainer.optimizer.step()

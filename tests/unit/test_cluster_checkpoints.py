@@ -525,6 +525,17 @@ def test_who_stays_before_a_step_that_another_has_taken_must_take_it(
     assert not cluster.stay(0, 5, 4, **heard)
 
 
+def test_who_stays_before_a_step_that_another_has_taken_must_take_it_on_the_way_to_the_cut() -> (
+    None
+):
+    """The other named the clock after its next two steps, and waits in the first."""
+    cluster = Saving()
+    cluster.cut()
+    assert not cluster.stay(0, 3, 4, w1=3)
+    assert cluster.stay(0, 3, 4, w1=4)
+    assert not cluster.stay(0, 4, 4, w1=4)
+
+
 @pytest.mark.parametrize(
     "part",
     [

@@ -112,6 +112,8 @@ class WorkerGroup:
 
     def sealed(self) -> None:
         """The step is sealed, or was given up by all workers."""
+        if self._begun is not None:
+            self._client.engine.steps.begun = {}
         self._begun = None
 
     def renewed(self) -> None:
@@ -213,6 +215,9 @@ class WorkerGroup:
         with uninterrupted():  # the others count on it
             self._reduction.begin(control, scale.contribution_scale)
             self._begun = _BegunStep(self._reduction, scale.contribution_scale, problem)
+            self._client.engine.steps.begun = {
+                table.handle.table.table_id: table.handle.clock + 1 for table in tables
+            }
         return self._begun
 
     def _agreed(self, begun: _BegunStep) -> StepScale:

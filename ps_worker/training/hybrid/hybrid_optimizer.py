@@ -327,6 +327,11 @@ class HybridOptimizer(torch.optim.Optimizer):
         with uninterrupted():  # the others count on both halves
             self._reduction.begin(control, scale.contribution_scale)
             self._open = _OpenStep(scale, problem)
+            self._client.engine.steps.begun = {
+                handle.table.table_id: handle.clock + 1
+                for handle, is_awake in self.servers.trained_model.awake_handles()
+                if is_awake
+            }
             if not scale.skip and not problem:
                 self.servers.trained_model.push_rows_ahead()
         self._end_open()
