@@ -46,6 +46,10 @@ class CheckpointStore:
         numbered = [(number_of(name), name) for name in self.location.names()]
         return [name for number, name in sorted((n, m) for n, m in numbered if n is not None)]
 
+    def has_complete(self) -> bool:
+        """True if a checkpoint was completed and is still there, good or bad."""
+        return any(self.named(name).has_manifest() for name in reversed(self.names()))
+
     def check_writable(self) -> None:
         """Write a small file and remove it; if that fails, InvalidCheckpoint has the remedy."""
         place = CheckpointDirectory(self.location, self._disk)

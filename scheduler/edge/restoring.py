@@ -27,13 +27,15 @@ def checkpoints_under(url: str) -> tuple[str, int]:
 
 def restored_at_start(resume: str, checkpoint_url: str) -> Restored | None:
     """The checkpoint that `resume` names; with `AUTO` the newest under `checkpoint_url`. None for
-    an empty start: AUTO starts empty only where no checkpoint was ever complete. Checkpoints of
-    other runs there stay, and are logged. Blocking.
+    an empty start: AUTO starts empty only where no checkpoint was ever complete, so where none has
+    a manifest, readable or not. Checkpoints of other runs there stay, and are logged. Blocking.
     """
     if resume == AUTO and not checkpoint_url:
         raise InvalidConfig("resume is 'auto' without a checkpoint_url; expected both")
-    runs = CheckpointStore(checkpoint_url).runs() if checkpoint_url else {}
-    if resume and not (resume == AUTO and not runs):
+    store = CheckpointStore(checkpoint_url) if checkpoint_url else None
+    runs = {} if store is None else store.runs()
+    is_new = resume == AUTO and store is not None and not runs and not store.has_complete()
+    if resume and not is_new:
         restored = restored_from(checkpoint_url if resume == AUTO else resume)
         others = [name for run, name in runs.items() if run.isdisjoint(restored.lineage)]
     else:

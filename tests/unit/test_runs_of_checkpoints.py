@@ -12,7 +12,7 @@ import pytest
 from ps_cli.console.output import Output
 from ps_cli.train.run_checkpoints import earlier_checkpoints
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
-from ps_core.manifest import Manifest
+from ps_core.manifest import MANIFEST_FILE, Manifest
 from ps_runtime.checkpoint.pruning import prune
 from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.launch.cluster_shape import CheckpointPlan
@@ -97,6 +97,17 @@ class TestAuto:
         manifest = written(store, 1, FIRST)
         place = tmp_path / manifest.directory / manifest.parts[0].file
         place.write_bytes(place.read_bytes()[:-1])
+        with pytest.raises(InvalidCheckpoint, match="has no good checkpoint"):
+            restored_at_start(AUTO, store.url)
+
+    @pytest.mark.parametrize("damaged", [b"{", b"\xff", b'{"version": 99}'])
+    def test_a_manifest_that_cannot_be_read_does_not_count_as_nothing(
+        self, damaged: bytes, store: CheckpointStore, tmp_path: Path
+    ) -> None:
+        """Also one of a newer version, where the image was rolled back."""
+        place = tmp_path / written(store, 1, FIRST).directory / MANIFEST_FILE
+        place.write_bytes(damaged)
+        store.directory(2, CLUSTER_ID).create()  # was never complete
         with pytest.raises(InvalidCheckpoint, match="has no good checkpoint"):
             restored_at_start(AUTO, store.url)
 
