@@ -44,8 +44,7 @@ def create(
     from ps_cli.train.run_checkpoints import create as create_checkpoint
 
     def make(output: Output) -> int:
-        url, byte_count = create_checkpoint(scheduler, reason, timeout, QUERY_DEADLINE_S)
-        output.say(f"{url} ({byte_count:,} bytes)")
+        output.say(create_checkpoint(scheduler, reason, timeout, QUERY_DEADLINE_S))
         return 0
 
     reported(make)

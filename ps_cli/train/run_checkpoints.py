@@ -37,15 +37,15 @@ async def make_last(scheduler: str, ending: RunEnd, output: Output) -> bool:
         output.say(f"{ending.message}: making a last checkpoint; once more to stop at once")
     reason = "stopped" if ending.exit_code else "the end of training"
     try:
-        url, byte_count = await _attempted(scheduler, reason, output)
+        made = await _attempted(scheduler, reason, output)
     except PushpullError as error:
         output.complain(f"there is no last checkpoint: {error.message}")
         return False
-    output.say(f"checkpoint {url} ({byte_count:,} bytes)")
+    output.say(f"checkpoint {made}")
     return True
 
 
-async def _attempted(scheduler: str, reason: str, output: Output) -> tuple[str, int]:
+async def _attempted(scheduler: str, reason: str, output: Output) -> str:
     """As `create`, `ATTEMPTS` times at most if the checkpoint fails, all within `DEADLINE_S`."""
     end_s = clock.now_s() + DEADLINE_S
     for attempts_left in reversed(range(ATTEMPTS)):
@@ -60,8 +60,8 @@ async def _attempted(scheduler: str, reason: str, output: Output) -> tuple[str, 
 
 def create(
     scheduler: str, reason: str, timeout_s: float, answers_within_s: float = DEADLINE_S
-) -> tuple[str, int]:
-    """Make a checkpoint within `timeout_s`; its directory, and the bytes of its files. The
+) -> str:
+    """Make a checkpoint within `timeout_s`; its directory and the bytes of its files, in words. The
     scheduler has to answer in `answers_within_s` at most.
 
     Raises:
@@ -76,8 +76,9 @@ def create(
         request_deadline_s=timeout_s,
         connect_deadline_s=min(timeout_s, answers_within_s),
     ) as client:
-        made = client.checkpoint(reason).wait()
-    return made.url, made.byte_count
+        made, began_from = client.checkpoint(reason).wait(), client.restored_from
+    why = ": nothing has moved since the cluster began from it" if made.url == began_from else ""
+    return f"{made.url} ({made.byte_count:,} bytes){why}"
 
 
 def earlier_checkpoints(plan: CheckpointPlan, output: Output) -> frozenset[str]:

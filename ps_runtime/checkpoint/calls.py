@@ -47,10 +47,12 @@ async def join_checkpoint(
     clocks: Mapping[TableId, int],
     has_state: bool,
     *,
+    has_begun: bool,
     stays: bool = False,
 ) -> scheduler_pb2.JoinCheckpointResponse:
     """Workers: report the clocks at which this worker can save its own state next; it goes no
     further until the cut is decided. `stays`: its script waits there until the checkpoint ends.
+    `has_begun`: its script has come to a save point.
 
     In the answer, `must_step`: the caller waits before a step that the checkpoint includes, because
     another worker has taken that step; `is_awaited`: the script of another worker waits for it.
@@ -64,6 +66,7 @@ async def join_checkpoint(
             for table_id, each in clocks.items()
         ],
         has_state=has_state,
+        has_begun=has_begun,
         stays=stays,
     )
     answer: scheduler_pb2.JoinCheckpointResponse = await link.call(

@@ -17,6 +17,7 @@ Rules:
       proposed anew at their present clocks.
     - A script in a collective call is at a save point there, if another worker waits for a
       checkpoint before it makes that call, because neither would go on.
+    - Until its first save point a worker starts up: it may attach more.
     - A state that cannot be written is reported as lost, and training goes on.
     - A worker that leaves writes its state as of its last step.
     - Workers that take their steps together (`keep_in_step`) save their states at one step, under
@@ -88,6 +89,7 @@ class Scheduler(Protocol):
         clocks: Mapping[TableId, int],
         *,
         has_state: bool,
+        has_begun: bool,
         question: Question | None = None,
         answered: Callable[[bool], None] | None = None,
     ) -> None:
@@ -136,6 +138,7 @@ class SavePoints:
         self._asked_s = dict.fromkeys(Question, 0.0)  # the time of the last question
         self._stays_since_s = 0.0
         self._is_resting = False
+        self._has_begun = False  # the script has come to a save point, or asked for a checkpoint
         self._is_explicit = False
         self._is_in_step = False
         self._is_closed = False
@@ -196,7 +199,10 @@ class SavePoints:
 
     def _join(self) -> None:
         self._scheduler.join_checkpoint(
-            self._answered, self._next_clocks(), has_state=self.has_state
+            self._answered,
+            self._next_clocks(),
+            has_state=self.has_state,
+            has_begun=self._has_begun,
         )
 
     def _next_clocks(self) -> dict[TableId, int]:
@@ -246,6 +252,7 @@ class SavePoints:
             copied.
         """
         with self._changed:
+            self._has_begun = True
             self._is_explicit = self._is_explicit or is_explicit
             if self._is_explicit is not is_explicit or not self._attached:
                 return
@@ -288,7 +295,7 @@ class SavePoints:
         worker, which trains every table, and its script had not asked for it before; 0: none.
         """
         with self._changed:
-            had = self._had
+            self._has_begun, had = True, self._had
 
         def covered_by() -> tuple[int, int]:
             with self._changed:
@@ -350,6 +357,7 @@ class SavePoints:
             self._answered,
             clocks,
             has_state=self.has_state,
+            has_begun=self._has_begun,
             question=question,
             answered=partial(self._take_answer, question, self._answered),
         )
@@ -397,10 +405,13 @@ class SavePoints:
         self._ask(Question.IS_AWAITED, self._next_clocks())
         return False
 
-    def had(self, number: int) -> None:
-        """The script has this checkpoint, which it asked for."""
+    def had(self, number: int, url: str) -> None:
+        """The script has this checkpoint, which it asked for. The one that the cluster began from
+        may have a number of another root.
+        """
         with self._changed:
-            self._had = max(self._had, number)
+            if self._view is None or url != self._view.restored_from:
+                self._had = max(self._had, number)
 
     def _step_ahead(self) -> tuple[TableHandle, int] | None:
         """A table whose cut is ahead of this worker, and the clock of the cut."""

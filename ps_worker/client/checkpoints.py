@@ -89,7 +89,7 @@ class CheckpointTicket:
                 "again, or give wait(timeout_s=...) more"
             ) from None
         if self._save_points is not None:
-            self._save_points.had(made.number)
+            self._save_points.had(made.number, made.url)
         return made
 
 
@@ -187,6 +187,9 @@ class ClientCheckpoints:
         If it fails, `wait` raises the reason. If no thread is in `wait` by then, a warning is
         logged, `event=checkpoint_failed`, and training goes on without it: so too where the cluster
         has no place for checkpoints.
+
+        While a cluster that was started from a checkpoint starts up, that one is returned: nothing
+        has moved since, and some of its tables and states may not be there yet.
 
         `reason` is for its manifest.
 

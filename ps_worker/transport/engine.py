@@ -129,13 +129,16 @@ class CheckpointLink:
         clocks: Mapping[TableId, int],
         *,
         has_state: bool,
+        has_begun: bool,
         question: Question | None = None,
         answered: Callable[[bool], None] | None = None,
     ) -> None:
         stays = question is Question.MUST_STEP
 
         async def join() -> None:
-            heard = await join_checkpoint(self._link, number, clocks, has_state, stays=stays)
+            heard = await join_checkpoint(
+                self._link, number, clocks, has_state, has_begun=has_begun, stays=stays
+            )
             if answered is not None:
                 answered(heard.must_step if stays else heard.is_awaited)
 

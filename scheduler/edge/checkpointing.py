@@ -43,6 +43,7 @@ from ps_core.manifest import (
     SavedTable,
     SavedWorker,
     left_directory_name,
+    number_of,
 )
 from ps_core.tables.elements import Initializer, InitializerKind
 from ps_core.tables.table import Table
@@ -62,6 +63,7 @@ from scheduler.machine.checkpoint_state import (
     CheckpointCut,
     CheckpointFailed,
     CheckpointMade,
+    CheckpointUnneeded,
     CheckpointWritten,
 )
 from scheduler.machine.checkpoints import UNNAMED
@@ -72,6 +74,7 @@ ReplyT = TypeVar("ReplyT")
 
 _REMEMBERED_COUNT = 100  # complete checkpoints that are remembered for their requesters
 _GIVEN_UP_COUNT = 16  # failed checkpoints whose directories are removed once more
+_NAMED_COUNT = 5  # tables that a log line names
 _MAX_REASON_CHARACTERS = 2_000  # length of a failure's reason in status answers
 _ASKED_AGAIN_S = 1.0  # interval of the questions for a manifest that cannot be read, in seconds
 _POLL_S = 0.02  # interval of the check for the end of a checkpoint, in seconds
@@ -262,6 +265,9 @@ class Checkpointing:
             self._start(self._complete(transition.attempt, now_s))
         elif isinstance(transition, CheckpointMade):
             self._start(self._remove_given_up())
+        elif isinstance(transition, CheckpointUnneeded):
+            self._schedule.unneeded(now_s)
+            self._start(self._answer_with_source(transition))
         elif isinstance(transition, CheckpointBegunAgain | CheckpointFailed):
             self._given_up.append(transition.url)
             self._start(self._remove(transition.url))
@@ -269,6 +275,39 @@ class Checkpointing:
             self._metrics.checkpoints.labels(result="failed").inc()
             self._failed_count += 1
             self._failed = transition, now_s
+
+    async def _answer_with_source(self, unneeded: CheckpointUnneeded) -> None:
+        """Nothing has moved since the checkpoint that the cluster began from: it is the result."""
+        directory = CheckpointDirectory(locate(unneeded.source))
+        number, byte_count = number_of(directory.name) or 0, 0
+        try:
+            byte_count = (await asyncio.to_thread(directory.read_manifest)).byte_count
+        except PushpullError as error:
+            logs.warning("checkpoint_not_read", url=unneeded.source, reason=error.message)
+        self._keep_answer(
+            unneeded.number,
+            scheduler_pb2.CreateCheckpointResponse(
+                number=number, url=unneeded.source, byte_count=byte_count
+            ),
+        )
+
+    def _keep_answer(self, number: int, made: scheduler_pb2.CreateCheckpointResponse) -> None:
+        newest = list(self._made.items())[-_REMEMBERED_COUNT:]
+        self._made = {**dict(newest), number: made}
+
+    def _tell_missing(self, manifest: Manifest) -> None:
+        """Log the tables that the cluster began with, and that nobody has created again."""
+        restored = self._cluster.settings.restored
+        before = set() if restored is None else set(restored.tables)
+        missing = sorted(before - {table.name for table in manifest.tables})
+        if missing and restored is not None:
+            logs.warning(
+                "tables_not_in_checkpoint",
+                number=manifest.number,
+                tables=",".join(missing[:_NAMED_COUNT]),
+                count=len(missing),
+                remedy=f"nobody has created them since the start; {restored.url} has them",
+            )
 
     async def _complete(self, attempt: Attempt, now_s: float) -> None:
         problem = ""
@@ -282,8 +321,8 @@ class Checkpointing:
             made = scheduler_pb2.CreateCheckpointResponse(
                 number=attempt.number, url=directory.url, byte_count=manifest.byte_count
             )
-            newest = list(self._made.items())[-_REMEMBERED_COUNT:]
-            self._made = {**dict(newest), attempt.number: made}
+            self._keep_answer(attempt.number, made)
+            self._tell_missing(manifest)
             reached = max((table.clock for table in manifest.tables), default=0)
             self._schedule.made(reached, now_s)
             complete_s = clock.now_s()

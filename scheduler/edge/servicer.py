@@ -406,7 +406,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         async with self._answering(request.session, "JoinCheckpoint") as session:
             clocks = {TableId(table.table_id): table.clock for table in request.tables}
             place = session, request.number, clocks
-            is_awaited = self._carry_out(self._cluster.join_checkpoint(*place, request.has_state))
+            joined = self._cluster.join_checkpoint(*place, request.has_state, request.has_begun)
+            is_awaited = self._carry_out(joined)
             must_step = False
             if request.stays:
                 reached = self.checkpointing.reached

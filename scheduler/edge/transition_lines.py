@@ -11,6 +11,7 @@ from scheduler.machine.checkpoint_state import (
     CheckpointCut,
     CheckpointFailed,
     CheckpointMade,
+    CheckpointUnneeded,
     CheckpointWritten,
 )
 from scheduler.machine.data_shards import DataShardsReturned
@@ -89,6 +90,8 @@ def log_transition(transition: Transition) -> None:
             logs.debug("checkpoint_written", number=attempt.number, parts=len(attempt.parts))
         case CheckpointMade(number, url):
             logs.info("checkpoint_made", number=number, url=url)
+        case CheckpointUnneeded(number, _, source):
+            logs.info("checkpoint_unneeded", number=number, nothing_moved_since=source)
         case CheckpointBegunAgain(number, _, again):
             logs.info("checkpoint_begun_again", number=number, again=again)
         case CheckpointFailed(number, url, reason):

@@ -95,6 +95,10 @@ class CheckpointSchedule:
         self._last_clock, self._last_s = clock, now_s
         self._not_before_s = 0.0
 
+    def unneeded(self, now_s: float) -> None:
+        """None was made, since nothing has moved."""
+        self._last_s = now_s
+
     def _clock_before(self, view: ClusterView) -> int:
         """Clock of the newest checkpoint when this scheduler starts, resumed or restored."""
         tables = () if self._restored is None else self._restored.tables.values()

@@ -13,11 +13,14 @@ from ps_core.tables.table import Table
 
 @dataclass(frozen=True, slots=True)
 class WorkerClocks:
-    """Clocks at which a worker can save its own state next."""
+    """Clocks at which a worker can save its own state next. `has_begun`: its script has come to a
+    save point, so what it attaches is attached.
+    """
 
     rank: int
     clocks: Mapping[TableId, int]
     has_state: bool
+    has_begun: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,15 @@ class CheckpointMade:
 
     number: int
     url: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointUnneeded:
+    """None was made, since nothing has moved since `source`, from which the cluster began."""
+
+    number: int
+    url: str
+    source: str
 
 
 @dataclass(frozen=True, slots=True)

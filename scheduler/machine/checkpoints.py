@@ -6,6 +6,7 @@
     written    every server has written its blocks as of the cut, every worker its state
     complete   the manifest is written
 
+    proposed   --nothing has moved since the checkpoint that the cluster began from--> that one
     cut        --all workers wait for it, before the step of the cut--> proposed, as another
     proposed | cut --too late, a range has another primary, a server cannot write--> failed
 
@@ -19,6 +20,11 @@ Rules:
       at every cut from its last step on. An earlier cut has no state of it.
     - Shards of data sets that were reported before the cut are done in it: their workers had sealed
       the steps, so none of these is after the cut (DS-3).
+    - Until something has moved, the checkpoint that the cluster began from is the answer: while it
+      starts up, tables have not been created again, and states have not been attached. Something
+      has moved once a table is beyond that checkpoint, or a shard was reported since, or each
+      worker of the first ones has begun, which it says at its first save point, or has left.
+    - A worker that has not begun by a later cut, and has no state yet, is lost in the manifest.
     - A worker's next clock is a guess while its script is in a step. A script that waits for the
       checkpoint takes no step. If every script waits before the step of a cut, no worker will take
       that step, and the checkpoint is begun again at the steps where the workers are.
@@ -52,16 +58,19 @@ from scheduler.machine.checkpoint_state import (
     CheckpointCut,
     CheckpointFailed,
     CheckpointMade,
+    CheckpointUnneeded,
     CheckpointWritten,
     LeftPart,
     WorkerClocks,
 )
-from scheduler.machine.state import ClusterSettings, ClusterState, Transition
+from scheduler.machine.state import ClusterSettings, ClusterState, Restored, Transition
 
 _REMEMBERED_COUNT = 100  # ended checkpoints whose results are remembered
 LEAVING = 0  # the number of no checkpoint: the part of a worker that leaves
 UNNAMED = ""  # the run that checkpoints cover
 CHECKPOINTS_FEATURE = "checkpoints"  # feature of a worker that answers views with a checkpoint
+
+_NOT_BEGUN = "it was starting up, had taken no step and attached no state"
 
 
 class CheckpointAttempts:
@@ -334,6 +343,10 @@ class CheckpointAttempts:
             return self._fail(attempt, "a server that had to prepare it was lost; ask again")
         if attempt.awaited or any(clock is None for clock in held.values()):
             return []
+        if self._settings.restored is not None:
+            if not self._has_moved(attempt, held):
+                return self._unneeded(attempt, self._settings.restored)
+            self._lose_late(attempt)
         for table_id, clock in held.items():
             named = (place.clocks.get(table_id, 0) for place in attempt.workers.values())
             cut = TableCut(attempt.number, max(clock or 0, *named, 0))
@@ -349,6 +362,46 @@ class CheckpointAttempts:
         )
         clocks = {t.spec.name: t.cut.after_clock for t in attempt.cuts.values() if t.cut}
         return [CheckpointCut(attempt.number, clocks)]
+
+    def _has_moved(self, attempt: Attempt, held: Mapping[TableId, int | None]) -> bool:
+        """True if the cluster has anything that the checkpoint which it began from has not, or each
+        of its workers has begun. `held`: how far each table has come.
+        """
+        first = self._first_clocks()
+        if any((clock or 0) > first[table_id] for table_id, clock in held.items()):
+            return True
+        data_sets = self._state.data_sets.values()
+        if any(each.run == UNNAMED and each.reports for each in data_sets):
+            return True
+        return all(self._has_begun(attempt, rank) for rank in range(self._settings.worker_count))
+
+    def _first_clocks(self) -> dict[TableId, int]:
+        """Clock of each table in the checkpoint that the cluster began from; 0 of a new one."""
+        tables = self._state.tables_of(UNNAMED)
+        return {table.table_id: table.restored_clock or 0 for table in tables}
+
+    def _has_begun(self, attempt: Attempt, rank: int) -> bool:
+        holder = self._state.workers_by_rank(UNNAMED).get(rank)
+        if holder is None or holder.state is NodeState.LEFT:
+            return holder is not None
+        place = attempt.workers.get(holder.node_id)
+        return place is not None and place.has_begun
+
+    def _unneeded(self, attempt: Attempt, restored: Restored) -> list[Transition]:
+        self._state.checkpoint = None
+        self._remember(attempt.number, "")
+        reason = f"nothing has moved since {restored.url}"
+        withdrawn = self._changes.withdraw_cuts(attempt.number, reason)
+        return [*withdrawn, CheckpointUnneeded(attempt.number, attempt.url, restored.url)]
+
+    def _lose_late(self, attempt: Attempt) -> None:
+        """Note the workers that had not begun: the checkpoint began from may have their state."""
+        first = self._first_clocks()
+        for node_id, place in attempt.workers.items():
+            steps = (clock > first.get(table_id, 0) for table_id, clock in place.clocks.items())
+            is_late = not (place.has_state or place.has_begun or any(steps))
+            if is_late and place.rank < self._settings.worker_count:
+                attempt.parts[node_id] = PartReport(problem=_NOT_BEGUN)
 
     def _fail(self, attempt: Attempt, reason: str) -> list[Transition]:
         self._state.checkpoint = None

@@ -442,13 +442,18 @@ class Cluster:
         return Decision(pending, self._changed(*transitions))
 
     def join_checkpoint(
-        self, session: Session, number: int, clocks: Mapping[TableId, int], has_state: bool
+        self,
+        session: Session,
+        number: int,
+        clocks: Mapping[TableId, int],
+        has_state: bool,
+        has_begun: bool = False,
     ) -> Decision[bool]:
         """A worker names its clocks; see `CheckpointAttempts.join`. The reply is True if another
         worker's script waits for the checkpoint.
         """
         node = self.caller(session, "JoinCheckpoint")
-        place = WorkerClocks(node.rank, dict(clocks), has_state)
+        place = WorkerClocks(node.rank, dict(clocks), has_state, has_begun)
         is_awaited = self.checkpoints.is_awaited(node, number)
         return Decision(is_awaited, self._changed(*self.checkpoints.join(node, number, place)))
 

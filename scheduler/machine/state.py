@@ -30,6 +30,7 @@ from scheduler.machine.checkpoint_state import (
     CheckpointCut,
     CheckpointFailed,
     CheckpointMade,
+    CheckpointUnneeded,
     CheckpointWritten,
     LeftPart,
 )
@@ -531,6 +532,7 @@ Transition = (
     | CheckpointCut
     | CheckpointWritten
     | CheckpointMade
+    | CheckpointUnneeded
     | CheckpointBegunAgain
     | CheckpointFailed
     | RunBegun

@@ -240,6 +240,31 @@ def test_the_one_that_the_cluster_began_from_stays_while_it_goes_on(tmp_path: Pa
         assert counted(client).seen == 7
 
 
+def test_told_to_stop_while_a_resumed_script_starts_up_the_newest_is_where_it_began(
+    tmp_path: Path,
+) -> None:
+    """One of its two tables is there again, and nothing of its state."""
+    root = tmp_path / "checkpoints"
+    with bare_cluster(root, workers=1) as cluster, ps.connect(cluster.address) as client:
+        for name in ("first", "second"):
+            table = client.create_table(name, COUNT, optimizer=ps.SGD(lr=1.0))
+            client.push_pull(table, np.ones(COUNT, np.float32))
+        client.attach_state("counted", Position(), per_rank=True)
+        began_from = client.checkpoint().wait().url
+    with bare_cluster(root, workers=1, resume=str(root)) as cluster:
+        client = ps.connect(cluster.address)
+        try:
+            client.create_table("first", COUNT, optimizer=ps.SGD(lr=1.0))
+            cluster.role("scheduler").send(signal.SIGTERM)
+            said = cluster.end_of("scheduler")
+        finally:
+            client.close(leave=False)
+    newest = CheckpointStore(str(root)).newest_good()
+    assert newest is not None
+    assert newest.url == began_from
+    assert "event=checkpoint_unneeded" in said
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("last_s", ["1", "0"])
 def test_it_waits_so_long_and_no_longer(tmp_path: Path, last_s: str) -> None:

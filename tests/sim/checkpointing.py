@@ -46,6 +46,7 @@ from scheduler.machine.checkpoint_state import (
     CheckpointCut,
     CheckpointFailed,
     CheckpointMade,
+    CheckpointUnneeded,
     CheckpointWritten,
 )
 from scheduler.machine.state import Transition
@@ -154,6 +155,8 @@ class Checkpointer:
             case CheckpointMade(number):
                 counts["checkpoints"] += 1
                 self._check_made(number)
+            case CheckpointUnneeded():
+                counts["checkpoints that were not needed"] += 1
             case CheckpointBegunAgain():
                 counts["checkpoints begun again"] += 1
             case CheckpointFailed():
@@ -219,7 +222,7 @@ class Checkpointer:
             named = self._named[number, worker.origin]
             try:
                 decision = self.simulation.scheduler.join_checkpoint(
-                    self.sessions[worker], number, named, has_state=False
+                    self.sessions[worker], number, named, has_state=False, has_begun=True
                 )
             except Fenced:
                 return
@@ -274,7 +277,7 @@ class Checkpointer:
                 return
             try:
                 place = self.sessions[worker], made.checkpoints.newest_of(number), clocks
-                joined = made.join_checkpoint(*place, has_state=False)
+                joined = made.join_checkpoint(*place, has_state=False, has_begun=True)
                 self.simulation._publish(joined.transitions)
                 decision = made.stay_for_checkpoint(*place, reached, now_s)
             except Fenced:

@@ -55,6 +55,7 @@ class Worker:
     asked: list[tuple[int, dict[TableId, int], bool]] = field(default_factory=list)
     must_step: bool = False
     is_awaited: bool = False
+    has_begun: bool = False
     reported: list[tuple[int, PartReport]] = field(default_factory=list)
     copied: list[tuple[int, int, dict[str, Any]]] = field(default_factory=list)
 
@@ -90,6 +91,7 @@ class Worker:
         clocks: Mapping[TableId, int],
         *,
         has_state: bool,
+        has_begun: bool,
         question: Question | None = None,
         answered: Callable[[bool], None] | None = None,
     ) -> None:
@@ -97,6 +99,7 @@ class Worker:
         said = {None: self.joined, Question.MUST_STEP: self.stayed, Question.IS_AWAITED: self.asked}
         with self.heard:
             said[question].append((number, dict(clocks), has_state))
+            self.has_begun = has_begun
             self.heard.notify_all()
         if answered is not None:
             is_so = self.must_step if question is Question.MUST_STEP else self.is_awaited

@@ -10,10 +10,10 @@ import pytest
 
 from ps_core import errors, limits
 from ps_core.change import ChangeOutcome, Checkpoint, Join, TableChange, TableCut
-from ps_core.cluster_view import Role, Session
+from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.consistency import parsed
 from ps_core.keys import TableId
-from ps_core.manifest import PartReport, ReportedTable
+from ps_core.manifest import DataSetSpec, PartReport, ReportedTable
 from ps_core.tables.table import Table
 from ps_runtime.cluster import wire
 from scheduler.edge.checkpointing import manifest_of
@@ -24,11 +24,13 @@ from scheduler.machine.checkpoint_state import (
     CheckpointCut,
     CheckpointFailed,
     CheckpointMade,
+    CheckpointUnneeded,
     CheckpointWritten,
 )
 from scheduler.machine.checkpoints import CHECKPOINTS_FEATURE
 from scheduler.machine.cluster import Created
-from scheduler.machine.state import ChangeWithdrawn
+from scheduler.machine.data_shards import ShardRequest
+from scheduler.machine.state import ChangeWithdrawn, Restored, RestoredTable
 from tests.unit.cluster_harness import SPEC, Harness, refused
 
 MODEL, OTHER = TableId(1), TableId(2)
@@ -70,9 +72,18 @@ class Saving(Harness):
                     taken = ChangeOutcome.TAKEN
                     self.note(self.cluster.prepare_change(session, table_id, number, clock, taken))
 
-    def answer(self, worker: int, *clocks: int, has_state: bool = True, number: int = 7) -> None:
+    def answer(
+        self,
+        worker: int,
+        *clocks: int,
+        has_state: bool = True,
+        number: int = 7,
+        has_begun: bool = True,
+    ) -> None:
         named = dict(zip((MODEL, OTHER), clocks, strict=False))
-        self.note(self.cluster.join_checkpoint(self.workers[worker], number, named, has_state))
+        session = self.workers[worker]
+        joined = self.cluster.join_checkpoint(session, number, named, has_state, has_begun)
+        self.note(joined)
 
     def stay(self, worker: int, *clocks: int, number: int = 7, **reached: int) -> bool:
         """A worker's script waits; `reached`: what others were heard at, of the first table."""
@@ -348,6 +359,89 @@ def test_a_rank_is_in_the_manifest_once(answers: str) -> None:
     assert (first.rank, first.file, first.problem) == (0, "worker-0", "")
     assert (second.rank, second.file) == (1, "")
     assert "was declared gone" in second.problem
+
+
+# --- in a cluster that began from a checkpoint
+
+SOURCE = "file:///tmp/before/00000006-b"
+
+
+def resumed(**settings: Any) -> Saving:
+    """Its two tables are of a checkpoint, in which they are at 5 and 4."""
+    tables = {
+        name: RestoredTable(replace(SPEC, name=name).validated(), SPEC.consistency, clock)
+        for name, clock in (("model", 5), ("other", 4))
+    }
+    return Saving(restored=Restored(SOURCE, tables), **settings)
+
+
+def asked(cluster: Saving, model: int = 5, *, begun: tuple[int, ...] = ()) -> None:
+    """One is asked for, and everybody answers; `begun`: the workers that have begun."""
+    assert cluster.begin("stopped").number == 7
+    for server in (0, 1):
+        cluster.promise(server, model, 4)
+    for worker, session in enumerate(cluster.workers):
+        if cluster.node(session).state is NodeState.ALIVE:
+            has_begun = worker in begun
+            cluster.answer(worker, 5, 4, has_state=has_begun, has_begun=has_begun)
+
+
+@pytest.mark.parametrize("begun", [(), (0,)])
+def test_while_workers_start_up_it_is_the_one_that_the_cluster_began_from(
+    begun: tuple[int, ...],
+) -> None:
+    cluster = resumed()
+    asked(cluster, begun=begun)
+    (unneeded,) = cluster.happened(CheckpointUnneeded)
+    assert (unneeded.number, unneeded.source) == (7, SOURCE)
+    assert not cluster.happened(CheckpointCut)
+    assert not cluster.happened(CheckpointFailed)
+    assert cluster.cluster.checkpoints.problem_of(7) == ""
+    assert cluster.checkpoint is None
+    assert all(table.proposed is None and table.cut is None for table in cluster.tables)
+    assert cluster.begin().number == 8, "the next request begins another"
+
+
+def test_before_a_worker_has_come_it_is_the_one_that_the_cluster_began_from() -> None:
+    cluster = resumed(max_workers=3)
+    cluster.cluster.deregister(cluster.workers[1], "SIGTERM", cluster.now_s, unfinished=True)
+    asked(cluster, begun=(0,))
+    assert len(cluster.happened(CheckpointUnneeded)) == 1
+
+
+def test_once_all_workers_have_begun_one_is_made_though_no_step_was_taken() -> None:
+    cluster = resumed()
+    asked(cluster, begun=(0, 1))
+    assert cluster.happened(CheckpointCut) == [CheckpointCut(7, {"model": 5, "other": 4})]
+
+
+def test_a_worker_that_has_left_has_begun() -> None:
+    cluster = resumed()
+    cluster.leave(cluster.workers[1])
+    asked(cluster, begun=(0,))
+    assert len(cluster.happened(CheckpointCut)) == 1
+
+
+def test_once_a_shard_was_reported_one_is_made() -> None:
+    cluster = resumed()
+    spec, shards = DataSetSpec("samples", 4, 1, 0), ()
+    for _ in range(2):
+        request = ShardRequest(spec, 0, shards, 1)
+        leased = cluster.cluster.lease_data_shards(cluster.workers[0], request, cluster.now_s)
+        shards = cluster.note(leased).shards
+        assert shards
+    asked(cluster)
+    assert len(cluster.happened(CheckpointCut)) == 1
+
+
+def test_beyond_it_one_is_made_and_names_a_worker_that_still_starts_up_as_lost() -> None:
+    cluster = resumed()
+    asked(cluster, 6, begun=(0,))
+    assert len(cluster.happened(CheckpointCut)) == 1
+    written = cluster.all_but_one_report()
+    first, second = manifest_of(cluster.cluster.settings, written.attempt, 2).workers
+    assert (first.file, first.problem) == ("worker-0", "")
+    assert "starting up" in second.problem
 
 
 def test_workers_without_a_state_have_nothing_to_report() -> None:

@@ -15,13 +15,17 @@ from ps_core.cluster_view import Role, Session
 from ps_core.consistency import parsed
 from ps_core.keys import TableId
 from ps_core.manifest import PartReport, ReportedTable
+from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.observe.metrics import SchedulerMetrics
+from ps_runtime.system import clock
 from pushpull.v1 import scheduler_pb2
 from scheduler.edge.checkpointing import Checkpointing
 from scheduler.machine.changes import ChangeRequest
 from scheduler.machine.checkpoint_schedule import RETRY_S, CheckpointPolicy
 from scheduler.machine.checkpoint_state import CheckpointFailed, CheckpointMade
 from scheduler.machine.cluster import Decision
+from scheduler.machine.state import Restored, RestoredTable
+from tests.unit.checkpoint_files import CLUSTER_ID, write_checkpoint
 from tests.unit.cluster_harness import SPEC, Harness
 
 TABLE = TableId(1)
@@ -31,8 +35,10 @@ class Saving:
     """A cluster of one server and one worker, whose edge makes a checkpoint every 10 clocks, and
     every minute."""
 
-    def __init__(self, path: Path) -> None:
-        self.cluster = Harness(checkpoint_url=str(path), server_count=1, worker_count=1)
+    def __init__(self, path: Path, restored: Restored | None = None) -> None:
+        self.cluster = Harness(
+            checkpoint_url=str(path), server_count=1, worker_count=1, restored=restored
+        )
         self.server = self.cluster.join(Role.SERVER)
         self.worker: Session = self.cluster.join(Role.WORKER)
         self.cluster.create(self.worker)
@@ -82,6 +88,34 @@ class Saving:
         own = {asyncio.current_task()}
         while others := asyncio.all_tasks() - own:
             await asyncio.wait(others)
+
+
+def test_while_nothing_has_moved_the_one_that_the_cluster_began_from_is_the_answer(
+    tmp_path: Path,
+) -> None:
+    source = CheckpointStore(str(tmp_path / "before")).directory(3, CLUSTER_ID)
+    manifest = write_checkpoint(source, 3)
+    tables = {SPEC.name: RestoredTable(SPEC.validated(), SPEC.consistency, 41)}
+
+    async def live() -> None:
+        saving = Saving(tmp_path / "new", Restored(source.url, tables))
+        saving.look()
+        assert saving.look(60.0) == 1, "no worker has said a clock"
+        (table,) = saving.cluster.cluster.view.tables
+        assert table.proposed is not None
+        number = table.proposed.number
+        saving.carry_out(saving.cluster.cluster.prepare_change(saving.server, TABLE, number, 41))
+        await saving.ended()
+        request = scheduler_pb2.CreateCheckpointRequest(covered_by=1)
+        made = await saving.edge.create(request, clock.now_s())
+        assert (made.number, made.url, made.byte_count) == (3, source.url, manifest.byte_count)
+        assert not saving.happened(CheckpointMade)
+        assert saving.look(59.9) == 0
+        assert saving.look(0.1) == 2
+        await saving.ended()
+        assert saving.edge.history(saving.cluster.now_s).failed_count == 0
+
+    asyncio.run(live())
 
 
 def test_what_is_due_is_begun_and_what_failed_is_begun_again_a_while_later(

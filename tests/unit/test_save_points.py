@@ -44,6 +44,16 @@ def test_a_step_that_is_sealed_is_not_answered_for_as_the_next(worker: Worker) -
     assert clocks_of(worker) == {A: 1, B: 0}
 
 
+@pytest.mark.parametrize("begins", ["reach", "asks"])
+def test_a_worker_has_begun_at_its_first_save_point(worker: Worker, begins: str) -> None:
+    worker.propose()
+    assert not worker.has_begun
+    worker.see(None)
+    getattr(worker.points, begins)()
+    worker.propose(2)
+    assert worker.has_begun
+
+
 def test_a_script_at_a_save_point_is_answered_for_with_that(worker: Worker) -> None:
     worker.step()
     worker.points.reach()

@@ -488,18 +488,20 @@ class CreateCheckpointResponse(_message.Message):
     def __init__(self, number: _Optional[int] = ..., url: _Optional[str] = ..., byte_count: _Optional[int] = ...) -> None: ...
 
 class JoinCheckpointRequest(_message.Message):
-    __slots__ = ("session", "number", "tables", "has_state", "stays")
+    __slots__ = ("session", "number", "tables", "has_state", "stays", "has_begun")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     HAS_STATE_FIELD_NUMBER: _ClassVar[int]
     STAYS_FIELD_NUMBER: _ClassVar[int]
+    HAS_BEGUN_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionIdentity
     number: int
     tables: _containers.RepeatedCompositeFieldContainer[TableProgress]
     has_state: bool
     stays: bool
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., number: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableProgress, _Mapping]]] = ..., has_state: _Optional[bool] = ..., stays: _Optional[bool] = ...) -> None: ...
+    has_begun: bool
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., number: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableProgress, _Mapping]]] = ..., has_state: _Optional[bool] = ..., stays: _Optional[bool] = ..., has_begun: _Optional[bool] = ...) -> None: ...
 
 class JoinCheckpointResponse(_message.Message):
     __slots__ = ("must_step", "is_awaited")
