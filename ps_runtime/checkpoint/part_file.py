@@ -136,6 +136,18 @@ def read_header(
     `byte_count` and `header_sha256` (up to the end of the header) are the manifest's; None: not
     known. Blocking: reads the header.
     """
+    size, text = _header_text(file, where, byte_count, header_sha256)
+    return _Parsed(where, size, LENGTH_BYTES + len(text)).header(text)
+
+
+def check_header(file: Readable, where: str, byte_count: int, header_sha256: str) -> None:
+    """As `read_header`, without its contents: no call holds other threads up for long."""
+    _header_text(file, where, byte_count, header_sha256)
+
+
+def _header_text(
+    file: Readable, where: str, byte_count: int | None, header_sha256: str | None
+) -> tuple[int, bytes]:
     size = file.seek(0, os.SEEK_END)
     if byte_count is not None and size != byte_count:
         _refuse(where, f"it has {size} bytes; the manifest says {byte_count}")
@@ -154,7 +166,7 @@ def read_header(
         actual = hashlib.sha256(prefix + text).hexdigest()
         if actual != header_sha256:
             _refuse(where, f"its header's SHA-256 is {actual}; the manifest says {header_sha256}")
-    return _Parsed(where, size, LENGTH_BYTES + length).header(text)
+    return size, text
 
 
 def read_into(file: Readable, header: PartHeader, name: str, target: memoryview) -> None:

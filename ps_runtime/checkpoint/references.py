@@ -13,12 +13,22 @@ No reference leads to another reference.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ps_core.errors import InvalidCheckpoint
 from ps_core.manifest import Manifest, SavedPart, SavedWorker, split_place
 from ps_runtime.checkpoint.directory import CheckpointDirectory, reported
-from ps_runtime.checkpoint.part_file import PartHeader, StoredBlock, read_header, tensor_name
+from ps_runtime.checkpoint.part_file import (
+    PartHeader,
+    StoredBlock,
+    check_header,
+    read_header,
+    tensor_name,
+)
+
+_CHECKS_AT_ONCE = 8
+"""Files that are checked at once: an object store answers each in its own time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +134,23 @@ class Bases:
         if not isinstance(saved, SavedPart):
             raise InvalidCheckpoint(f"{directory.url} has no part {file}")
         return Source(directory, file, header_of(directory, manifest, saved))
+
+
+def check_files(directory: CheckpointDirectory, manifest: Manifest) -> None:
+    """Raise InvalidCheckpoint if a file of this checkpoint is not here as it was reported.
+
+    Blocking: reads the headers, several at once.
+    """
+
+    def check(saved: SavedPart | SavedWorker) -> None:
+        where = f"{directory.url}/{saved.file}"
+        with reported(where, "read"), directory.open(saved.file) as file:
+            check_header(file, where, saved.byte_count, saved.header_sha256)
+
+    directory.location.filesystem.invalidate_cache()
+    with ThreadPoolExecutor(_CHECKS_AT_ONCE, "checkpoint") as threads:
+        for _ in threads.map(check, manifest.files.values()):
+            pass
 
 
 def header_of(

@@ -4,6 +4,8 @@ Rules:
     - The directory of a failed checkpoint is removed, and again when the next one is complete,
       because a node that had not heard may have written into it. Whatever remains has no manifest
       and is ignored.
+    - The manifest is written only if every file is where the scheduler looks, as it was reported:
+      hosts may have a directory of that name each.
     - The manifest of an incremental checkpoint is written only while every checkpoint that it
       refers to has its own, so removing checkpoints by hand leaves no chain without its first.
     - Old checkpoints are pruned after each complete one, but not by a cluster that a restore has
@@ -49,6 +51,7 @@ from ps_core.tables.elements import Initializer, InitializerKind
 from ps_core.tables.table import Table
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.pruning import prune
+from ps_runtime.checkpoint.references import check_files
 from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.checkpoint.worker_copies import WorkerCopies
 from ps_runtime.cluster import wire
@@ -419,9 +422,14 @@ def write_manifest(url: str, manifest: Manifest) -> CheckpointDirectory:
     """Complete a checkpoint whose parts are all written. Blocking: until it is durable.
 
     Raises:
-        InvalidCheckpoint: it cannot be written, or a checkpoint that it refers to is gone.
+        InvalidCheckpoint: it cannot be written, or a file or a checkpoint that it refers to is
+            missing.
     """
     directory = CheckpointDirectory(locate(url))
+    try:
+        check_files(directory, manifest)
+    except InvalidCheckpoint as error:
+        raise InvalidCheckpoint(f"{error.message}; is the place shared by all hosts?") from error
     for base in manifest.bases:
         if not directory.sibling(base).has_manifest():
             raise InvalidCheckpoint(

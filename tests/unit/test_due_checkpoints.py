@@ -5,6 +5,7 @@ is complete.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -71,16 +72,22 @@ class Saving:
     def happened(self, kind: type) -> list[Any]:
         return [each for each in self.transitions if isinstance(each, kind)]
 
-    def write(self, cut: int) -> None:
-        """The running checkpoint is cut after that clock, and its only part written."""
+    def write(self, cut: int, *, is_here: bool = True) -> None:
+        """The running checkpoint is cut after that clock, and its only part written: where the
+        scheduler finds it, or where it does not.
+        """
         cluster = self.cluster.cluster
         (table,) = cluster.view.tables
         assert table.proposed is not None
         self.carry_out(cluster.prepare_change(self.server, TABLE, table.proposed.number, cut))
-        part = PartReport("server", 100, "ab" * 32, {TABLE: ReportedTable(table.block_count, cut)})
         running = cluster.view.checkpoint
         assert running is not None
+        written = (2).to_bytes(8, "little") + b"{}"
         Path(running.url).mkdir()
+        if is_here:
+            (Path(running.url) / "server").write_bytes(written)
+        file = "server", len(written), hashlib.sha256(written).hexdigest()
+        part = PartReport(*file, {TABLE: ReportedTable(table.block_count, cut)})
         self.carry_out(cluster.report_part(self.server, running.number, part))
 
     async def ended(self) -> None:
@@ -172,5 +179,23 @@ def test_the_next_is_due_by_the_clock_and_the_moment_at_which_one_was_written(
         saving.heard(30)
         assert saving.look() == 3
         await saving.ended()
+
+    asyncio.run(live())
+
+
+def test_it_is_not_complete_while_a_file_is_not_where_the_scheduler_looks(tmp_path: Path) -> None:
+    """Each host has a directory of that name, and no host has the others' files."""
+
+    async def live() -> None:
+        saving = Saving(tmp_path)
+        saving.heard(10)
+        assert saving.look() == 1
+        saving.write(cut=10, is_here=False)
+        await saving.ended()
+        (failed,) = saving.happened(CheckpointFailed)
+        assert "server cannot be read: No such file" in failed.reason
+        assert "is the place shared by all hosts?" in failed.reason
+        assert not saving.happened(CheckpointMade)
+        assert CheckpointStore(str(tmp_path)).names() == []
 
     asyncio.run(live())
