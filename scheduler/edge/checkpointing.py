@@ -4,6 +4,8 @@ Rules:
     - The directory of a failed checkpoint is removed, and again when the next one is complete,
       because a node that had not heard may have written into it. Whatever remains has no manifest
       and is ignored.
+    - A checkpoint fails if it cannot have the state of a worker that has left. Only a worker itself
+      reports its state as lost.
     - The manifest is written only if every file is where the scheduler looks, as it was reported:
       hosts may have a directory of that name each.
     - The manifest of an incremental checkpoint is written only while every checkpoint that it
@@ -398,22 +400,26 @@ class Checkpointing:
 def _completed(
     attempt: Attempt, manifest: Manifest, left_url: str
 ) -> tuple[Manifest, CheckpointDirectory]:
-    """Complete a checkpoint, with copies of the state of workers that have left. Blocking."""
+    """Complete a checkpoint, with copies of the state of workers that have left. Blocking.
+
+    Raises:
+        InvalidCheckpoint: as `write_manifest`, or a state cannot be copied.
+    """
     source = CheckpointDirectory(locate(left_url))
     copies = WorkerCopies(CheckpointDirectory(locate(attempt.url)), manifest)
     workers = list(manifest.workers)
     for rank, part in attempt.left.items():
         clock = max((written.clock for written in part.tables.values()), default=0)
+        if part.problem:
+            workers.append(SavedWorker(rank, clock, problem=part.problem))
+            continue
         left = SavedWorker(rank, clock, part.file, part.byte_count, part.header_sha256)
-        problem = part.problem
-        if not problem:
-            try:
-                workers.append(copies.copy_from(source, left))
-                continue
-            except PushpullError as error:
-                logs.warning("checkpoint_state_lost", number=attempt.number, reason=error.message)
-                problem = error.message
-        workers.append(SavedWorker(rank, clock, problem=problem))
+        try:
+            workers.append(copies.copy_from(source, left))
+        except PushpullError as error:
+            raise InvalidCheckpoint(
+                f"the state of worker {rank}, which has left, cannot be copied: {error.message}"
+            ) from error
     manifest = replace(manifest, workers=tuple(sorted(workers, key=lambda each: each.rank)))
     return manifest, write_manifest(attempt.url, manifest)
 

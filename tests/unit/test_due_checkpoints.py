@@ -15,7 +15,8 @@ from ps_core.change import ChangeOutcome
 from ps_core.cluster_view import Role, Session
 from ps_core.consistency import parsed
 from ps_core.keys import TableId
-from ps_core.manifest import PartReport, ReportedTable
+from ps_core.manifest import PartReport, ReportedTable, SavedWorker
+from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.observe.metrics import SchedulerMetrics
 from ps_runtime.system import clock
@@ -24,10 +25,12 @@ from scheduler.edge.checkpointing import Checkpointing
 from scheduler.machine.changes import ChangeRequest
 from scheduler.machine.checkpoint_schedule import RETRY_S, CheckpointPolicy
 from scheduler.machine.checkpoint_state import CheckpointFailed, CheckpointMade
+from scheduler.machine.checkpoints import LEAVING
 from scheduler.machine.cluster import Decision
 from scheduler.machine.state import Restored, RestoredTable
 from tests.unit.checkpoint_files import CLUSTER_ID, write_checkpoint
 from tests.unit.cluster_harness import SPEC, Harness
+from tests.unit.test_left_parts import worker_file
 
 TABLE = TableId(1)
 
@@ -62,6 +65,15 @@ class Saving:
         progress = scheduler_pb2.NodeProgress(tables=[said])
         self.edge.heard(self.worker.node_id, progress)
 
+    def leave(self, clock: int) -> SavedWorker:
+        """The worker leaves, and its state of that clock in a file."""
+        saved = worker_file(CheckpointDirectory(locate(self.edge.left_url)), 0, clock)
+        tables = {TABLE: ReportedTable(0, clock)}
+        part = PartReport(saved.file, saved.byte_count, saved.header_sha256, tables)
+        self.carry_out(self.cluster.cluster.report_part(self.worker, LEAVING, part))
+        self.cluster.leave(self.worker)
+        return saved
+
     def look(self, seconds: float = 0.0) -> int:
         """The number of the checkpoint that runs afterwards; 0 for none."""
         self.cluster.now_s += seconds
@@ -83,7 +95,7 @@ class Saving:
         running = cluster.view.checkpoint
         assert running is not None
         written = (2).to_bytes(8, "little") + b"{}"
-        Path(running.url).mkdir()
+        Path(running.url).mkdir(exist_ok=True)
         if is_here:
             (Path(running.url) / "server").write_bytes(written)
         file = "server", len(written), hashlib.sha256(written).hexdigest()
@@ -197,5 +209,32 @@ def test_it_is_not_complete_while_a_file_is_not_where_the_scheduler_looks(tmp_pa
         assert "is the place shared by all hosts?" in failed.reason
         assert not saving.happened(CheckpointMade)
         assert CheckpointStore(str(tmp_path)).names() == []
+
+    asyncio.run(live())
+
+
+def test_one_that_cannot_have_the_state_of_a_worker_that_has_left_fails(tmp_path: Path) -> None:
+    """The disk refuses the copy, and would take the manifest; later it takes both."""
+
+    async def live() -> None:
+        saving = Saving(tmp_path)
+        saving.heard(10)
+        saved = saving.leave(clock=10)
+        assert saving.look() == 1
+        running = saving.cluster.cluster.view.checkpoint
+        assert running is not None
+        in_the_way = Path(running.url) / f".{saved.file}.tmp"
+        in_the_way.mkdir(parents=True)
+        saving.write(cut=10)
+        await saving.ended()
+        (failed,) = saving.happened(CheckpointFailed)
+        assert "the state of worker 0, which has left, cannot be copied" in failed.reason
+        assert not saving.happened(CheckpointMade)
+        assert saving.look(RETRY_S) == 2
+        saving.write(cut=10)
+        await saving.ended()
+        (made,) = saving.happened(CheckpointMade)
+        directory = CheckpointDirectory(locate(made.url))
+        assert [worker.file for worker in directory.read_manifest().workers] == [saved.file]
 
     asyncio.run(live())
