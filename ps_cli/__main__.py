@@ -6,19 +6,17 @@ import asyncio
 import json
 import os
 import platform
-import sys
 from importlib import metadata
 from typing import Annotated
 
 import typer
-from rich.console import Console, RenderableType
 
 from ps_cli.bench.lanes import chosen_lanes
 from ps_cli.bench.settings import BenchOptions, BenchSettings
 from ps_cli.checkpoint.app import checkpoint_app
 from ps_cli.compare.options import CompareOptions
 from ps_cli.console.options import ScriptCommand, options_of
-from ps_cli.console.output import FILE_WIDTH, Output
+from ps_cli.console.output import Output
 from ps_cli.console.reported import guarded, reported
 from ps_cli.console.scheduler_query import first_status, server_answers
 from ps_cli.plan.options import PlanOptions
@@ -70,7 +68,7 @@ def train(options: TrainOptions) -> None:
         line_interval_s=options.interval,
         shown_kinds=ALL_KINDS if options.verbose else frozenset({"worker"}),
     )
-    guarded(lambda output: TrainRun(settings, output).run())
+    guarded(lambda output: TrainRun(settings, output).run(), may_lose_lines=True)
 
 
 @app.command(cls=ScriptCommand)
@@ -119,7 +117,7 @@ def up(options: UpOptions) -> None:
     When a server dies, the cluster goes on at its backups (--replicas 2), or the server is started
     again and recovers from its update log (--update-log).
     """
-    guarded(lambda output: run_up(options, output))
+    guarded(lambda output: run_up(options, output), may_lose_lines=True)
 
 
 @app.command(cls=BecomesRole)
@@ -166,23 +164,17 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
 ) -> None:
     """Show a cluster's servers, ranges and tables, its workers' clocks, and who waits for whom."""
-    guarded(lambda _: _show_status(scheduler, as_json))
+    guarded(lambda output: _show_status(scheduler, as_json, output))
 
 
-async def _show_status(scheduler: str, as_json: bool) -> int:
+async def _show_status(scheduler: str, as_json: bool, output: Output) -> int:
     answer = await first_status(scheduler)
     document = status_document(answer.response, await server_answers(answer))
     if as_json:
-        print(json.dumps(document, indent=2))
+        output.say(json.dumps(document, indent=2))
     else:
-        _print(status_view(document))
+        output.print(status_view(document), fits=True)
     return 0
-
-
-def _print(view: RenderableType) -> None:
-    is_file = not sys.stdout.isatty()
-    width = FILE_WIDTH if is_file else None
-    Console(soft_wrap=is_file, highlight=False, width=width).print(view)
 
 
 tables_app = typer.Typer(
@@ -222,19 +214,19 @@ def tables_top(
 
     Example: `pushpull tables top users --scheduler 127.0.0.1:7000`
     """
-    guarded(lambda _: _show_hot_rows(scheduler, table, run, rows, as_json=as_json))
 
+    async def show(output: Output) -> int:
+        names = await matching_tables(scheduler, table, run)
+        answer = await first_status(scheduler)
+        answers = await server_answers(answer)
+        document = hot_rows_document(answer.response, answers, names, rows)
+        if as_json:
+            output.say(json.dumps(document, indent=2))
+        else:
+            output.print(hot_rows_view(document), fits=True)
+        return 0
 
-async def _show_hot_rows(scheduler: str, table: str, run: str, count: int, *, as_json: bool) -> int:
-    names = await matching_tables(scheduler, table, run)
-    answer = await first_status(scheduler)
-    answers = await server_answers(answer)
-    document = hot_rows_document(answer.response, answers, names, count)
-    if as_json:
-        print(json.dumps(document, indent=2))
-    else:
-        _print(hot_rows_view(document))
-    return 0
+    guarded(show)
 
 
 @tables_app.command(name="set")

@@ -73,7 +73,7 @@ def runs_list(
         response = asyncio.run(first_status(scheduler)).response
         entries = run_entries(wire.view_from_proto(response.view))
         if as_json:
-            print(json.dumps(entries, indent=2))
+            output.say(json.dumps(entries, indent=2))
             return 0
         for entry in entries:
             output.say(run_line(entry))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import shutil
 import signal
@@ -11,10 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from ps_runtime.checkpoint.store import CheckpointStore
+from ps_runtime.checkpoint.store import CheckpointStore, resolve
 from ps_runtime.launch.cluster_shape import CheckpointPlan, ClusterShape
 from ps_runtime.launch.launcher import Launcher, start_scheduler, start_servers
-from tests.integration.command_line import START_DEADLINE_S, Tool, run_warm
+from tests.integration.command_line import (
+    START_DEADLINE_S,
+    ForkedTool,
+    Tool,
+    environment,
+    run_warm,
+)
+from tests.integration.warm_roles import FORKER, Order
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
@@ -110,6 +118,29 @@ def test_a_server_that_is_lost_while_the_last_checkpoint_is_made_does_not_cost_i
         tool.text
     )
     assert "there is no last checkpoint" not in tool.text
+
+
+def test_a_terminal_that_is_closed_costs_no_last_checkpoint(tmp_path: Path) -> None:
+    # nohup has everybody ignore the signal of a closed terminal.
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    number = signal.SIGTERM if is_ignored else signal.SIGHUP
+    script = write(tmp_path, UNTIL_TOLD)
+    arguments = ("train", script, "-w", "1", "-s", "1", "--checkpoint-url", "runs")
+    given = {**environment(), "TERM": "xterm-256color"}
+    master, terminal = pty.openpty()
+    order = Order("ps_cli", arguments, given, tmp_path, has_warm_roles=True)
+    tool = ForkedTool(FORKER.start(order, terminal, terminal))
+    try:
+        os.close(terminal)
+        with os.fdopen(master, errors="replace") as window:
+            assert any("is training" in line for line in window)
+        tool.send_signal(number)
+        assert tool.wait(START_DEADLINE_S) == 128 + number
+    finally:
+        tool.kill()
+        tool.wait()
+    with resolve(str(tmp_path / "runs")).reader as reader:
+        assert reader.manifest.reason == "stopped"
 
 
 @pytest.mark.parametrize("command", [("train", "script.py"), ("up",)])

@@ -91,6 +91,32 @@ def test_the_stubs_of_the_contract_bring_nothing_else(tmp_path: Path) -> None:
     assert run(sys.executable, "-c", asked, folder=tmp_path) == "[]\n"
 
 
+def listed(root: Path, stdout: int) -> subprocess.CompletedProcess[str]:
+    """A command with one line of output, and its exit code as a shell sees it."""
+    given = {name: value for name, value in environment().items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(
+        [sys.executable, "-m", "ps_cli", "checkpoint", "list", str(root)],
+        env=given, stdout=stdout, stderr=subprocess.PIPE, text=True,
+        timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+
+
+def test_a_reader_that_goes_away_leaves_the_exit_code(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = listed(tmp_path, write_end)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_result_that_was_not_written_is_no_success(tmp_path: Path) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    done = listed(tmp_path, full)
+    os.close(full)
+    assert done.returncode == 1
+    assert done.stderr == "pushpull: lines of the output are lost: No space left on device\n"
+
+
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_bash_completes_commands_and_options_once_it_is_installed(tmp_path: Path) -> None:
