@@ -246,10 +246,17 @@ class RoleProcess:
         watcher.start()
 
     def _read(self, on_line: LineSink) -> None:
+        """Read to the end, whatever a sink raises: the role would die at its next line."""
+        has_failed = False
         with self._output:
             for line in _lines(self._output):
                 self._recent_lines.append(line)
-                on_line(self, line)
+                try:
+                    on_line(self, line)
+                except Exception as error:  # noqa: BLE001 - as above; told once a role
+                    if not has_failed:
+                        logs.exception("line_not_shown", error, role=self.name)
+                    has_failed = True
 
     def _watch(self, reader: threading.Thread, on_exit: ExitSink) -> None:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)

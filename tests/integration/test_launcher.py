@@ -18,7 +18,13 @@ import pytest
 
 from ps_core.errors import InvalidConfig, Recovering, WaitExpired
 from ps_runtime.launch import launcher as launching
-from ps_runtime.launch.launcher import Launcher, RoleCommand, RoleExit, describe_exit
+from ps_runtime.launch.launcher import (
+    Launcher,
+    RoleCommand,
+    RoleExit,
+    RoleProcess,
+    describe_exit,
+)
 from ps_runtime.launch.role_environment import role_environment, thread_count
 from ps_worker.client.local_cluster import local_cluster
 from tests.joining import SECRET
@@ -161,6 +167,22 @@ def test_a_role_that_ignores_its_signal_is_killed(role: Role) -> None:
         launcher.stop(grace_s=0.2)
         assert process.exit is not None
         assert process.exit.how == "signal 9 (SIGKILL)"
+
+
+def test_a_role_whose_lines_nobody_takes_writes_on(role: Role) -> None:
+    """More of them than a pipe holds."""
+    program = "for number in range(20_000): print(number, flush=True)\n"
+    told = queue.SimpleQueue[str]()
+
+    def refuse(_: RoleProcess, line: str) -> None:
+        told.put(line)
+        raise OSError("no space")
+
+    with Launcher(on_line=refuse) as launcher:
+        ended = launcher.start(role("worker", program)).wait(START_DEADLINE_S)
+        assert ended is not None
+        assert (ended.returncode, ended.recent_lines[-1]) == (0, "19999")
+        assert told.qsize() == 20_000
 
 
 def test_what_a_role_left_behind_ends_with_it(role: Role) -> None:
