@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ps_cli.console.output import Output
-from ps_cli.console.reported import refuse, reported
+from ps_cli.console.reported import guarded, refuse, reported
 from ps_cli.console.scheduler_query import QUERY_DEADLINE_S
 from ps_cli.status.tables import SchedulerAddress
 
@@ -43,11 +43,11 @@ def create(
     """
     from ps_cli.train.run_checkpoints import create as create_checkpoint
 
-    def make(output: Output) -> int:
-        output.say(create_checkpoint(scheduler, reason, timeout, QUERY_DEADLINE_S))
+    async def make(output: Output) -> int:
+        output.say(await create_checkpoint(scheduler, reason, timeout, QUERY_DEADLINE_S))
         return 0
 
-    reported(make)
+    guarded(make)
 
 
 @checkpoint_app.command(name="list")

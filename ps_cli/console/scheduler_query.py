@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
 from ps_core.errors import Fenced, InvalidConfig, PushpullError, Recovering, Unauthenticated
-from ps_runtime.cluster.registration import answer_of, operator_session
+from ps_runtime.cluster.registration import PROTOCOL_VERSION, answer_of, operator_session
+from ps_runtime.cluster.scheduler_link import SchedulerLink
 from ps_runtime.grpc.addresses import check_scheduler_address
 from ps_runtime.grpc.channels import aio_channel
 from pushpull.v1 import (
@@ -92,6 +93,28 @@ class SchedulerQuery:
         await self._channel.close()
 
 
+@contextlib.asynccontextmanager
+async def operator_link(
+    scheduler: str, deadline_s: float, run: str = ""
+) -> AsyncIterator[SchedulerLink]:
+    """An operator's link, for what takes longer than a `SchedulerQuery`: its calls go on while the
+    scheduler is away, or another one takes its place. `run` is that of the tables it names.
+
+    Blocking: up to `deadline_s`.
+
+    Raises:
+        PushpullError: as `SchedulerLink.connect`.
+    """
+    request = scheduler_pb2.RegisterNodeRequest(
+        role=types_pb2.NODE_ROLE_OPERATOR, protocol_version=PROTOCOL_VERSION, run=run
+    )
+    link = await SchedulerLink.connect(_addresses(scheduler), request, deadline_s)
+    try:
+        yield link
+    finally:
+        await link.close()
+
+
 async def _answer(call: Callable[..., Awaitable[AnswerT]], request: object) -> AnswerT:
     return await answer_of(call(request, timeout=QUERY_DEADLINE_S))
 
@@ -130,7 +153,7 @@ async def first_answer(
         Unauthenticated: this process does not have the cluster's join secret.
         Recovering: no scheduler answers; the message has a reason for each.
     """
-    addresses = [address.strip() for address in scheduler.split(",") if address.strip()]
+    addresses = _addresses(scheduler)
     if not addresses:
         raise InvalidConfig(
             "no scheduler given: use --scheduler HOST:PORT or set PUSHPULL_SCHEDULER"
@@ -147,6 +170,10 @@ async def first_answer(
         except PushpullError as error:
             failures.append(f"{address}: {error.message}")
     raise Recovering("no scheduler answers; " + "; ".join(failures))
+
+
+def _addresses(scheduler: str) -> list[str]:
+    return [address.strip() for address in scheduler.split(",") if address.strip()]
 
 
 async def server_answers(answer: ClusterAnswer) -> dict[int, ServerAnswer]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from ps_cli.console.output import Output
-from ps_cli.console.scheduler_query import SchedulerQuery
+from ps_cli.console.scheduler_query import SchedulerQuery, operator_link
 from ps_cli.train.exit_rules import RunEnd
 from ps_core.errors import InvalidCheckpoint, PushpullError
+from ps_runtime.checkpoint.calls import create_checkpoint
 from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.launch.cluster_shape import CheckpointPlan
 from ps_runtime.system import clock
@@ -50,7 +50,7 @@ async def _attempted(scheduler: str, reason: str, output: Output) -> str:
     end_s = clock.now_s() + DEADLINE_S
     for attempts_left in reversed(range(ATTEMPTS)):
         try:
-            return await asyncio.to_thread(create, scheduler, reason, end_s - clock.now_s())
+            return await create(scheduler, reason, end_s - clock.now_s())
         except InvalidCheckpoint as error:
             if not attempts_left or clock.now_s() >= end_s:
                 raise
@@ -58,25 +58,20 @@ async def _attempted(scheduler: str, reason: str, output: Output) -> str:
     raise AssertionError("the last attempt returns or raises")
 
 
-def create(
+async def create(
     scheduler: str, reason: str, timeout_s: float, answers_within_s: float = DEADLINE_S
 ) -> str:
     """Make a checkpoint within `timeout_s`; its directory and the bytes of its files, in words. The
-    scheduler has to answer in `answers_within_s` at most.
+    scheduler has to answer in `answers_within_s` at most. Ends at once when it is cancelled.
 
     Raises:
         PushpullError: the checkpoint failed.
     """
-    # Imported here, because other commands start without torch.
-    import ps_worker
-
-    with ps_worker.connect(
-        scheduler,
-        role="operator",
-        request_deadline_s=timeout_s,
-        connect_deadline_s=min(timeout_s, answers_within_s),
-    ) as client:
-        made, began_from = client.checkpoint(reason).wait(), client.restored_from
+    end_s = clock.now_s() + timeout_s
+    async with operator_link(scheduler, min(timeout_s, answers_within_s)) as link:
+        left_s = max(end_s - clock.now_s(), 0.0)
+        made = await create_checkpoint(link, reason, left_s, covered_by=0, view_number=0)
+        began_from = (await link.view_at_least(0, left_s)).restored_from
     why = ": nothing has moved since the cluster began from it" if made.url == began_from else ""
     return f"{made.url} ({made.byte_count:,} bytes){why}"
 

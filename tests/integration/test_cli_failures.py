@@ -16,9 +16,11 @@ from ps_runtime.checkpoint.store import CheckpointStore, resolve
 from ps_runtime.launch.cluster_shape import CheckpointPlan, ClusterShape
 from ps_runtime.launch.launcher import Launcher, start_scheduler, start_servers
 from tests.integration.command_line import (
+    END_DEADLINE_S,
     START_DEADLINE_S,
     ForkedTool,
     Tool,
+    assert_all_gone,
     environment,
     run_warm,
 )
@@ -141,6 +143,24 @@ def test_a_terminal_that_is_closed_costs_no_last_checkpoint(tmp_path: Path) -> N
         tool.wait()
     with resolve(str(tmp_path / "runs")).reader as reader:
         assert reader.manifest.reason == "stopped"
+
+
+def test_further_signals_end_a_last_checkpoint_at_once(tmp_path: Path) -> None:
+    """Though a stopped server takes no part in it, and the scheduler is killed meanwhile."""
+    script = write(tmp_path, UNTIL_TOLD)
+    arguments = ("train", script, "-w", "1", "-s", "1", "--checkpoint-url", "runs")
+    with Tool(*arguments, cwd=tmp_path, is_warm=True) as tool:
+        tool.wait_for("is training")
+        roles = tool.role_pids()
+        os.kill(roles["server"][0], signal.SIGSTOP)
+        tool.process.send_signal(signal.SIGINT)
+        tool.wait_for("making a last checkpoint; once more to stop at once")
+        tool.process.send_signal(signal.SIGINT)
+        assert_all_gone(roles["worker"])  # roles are being stopped
+        tool.process.send_signal(signal.SIGINT)
+        assert tool.end(END_DEADLINE_S) == 130, tool.text
+        assert_all_gone(roles["server"] + roles["scheduler"])
+    assert "Traceback" not in tool.text
 
 
 @pytest.mark.parametrize("command", [("train", "script.py"), ("up",)])
