@@ -65,6 +65,7 @@ def train(options: TrainOptions) -> None:
         shape=options.shape,
         max_restarts=options.max_restarts,
         devices=options.devices,
+        last_checkpoint_s=options.checkpoint_last_s,
         line_interval_s=options.interval,
         shown_kinds=ALL_KINDS if options.verbose else frozenset({"worker"}),
     )

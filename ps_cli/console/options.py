@@ -26,6 +26,9 @@ OptionsT = TypeVar("OptionsT")
 LOGGED_RESTARTS = 5
 """Restarts of servers with an update log, by default."""
 
+LAST_CHECKPOINT_S = 60.0
+"""Seconds that the last checkpoint may take by default; a step may have to end first."""
+
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """The error that typer raises for a command line that it cannot read."""
 
@@ -137,6 +140,15 @@ class ClusterOptions:
             "--checkpoint-url; if it has none, training starts from the beginning.",
         ),
     ] = ""
+    checkpoint_last_s: Annotated[
+        float,
+        typer.Option(
+            min=1.0,
+            envvar="PUSHPULL_CHECKPOINT_LAST_S",
+            help="Seconds that the last checkpoint may take, before the roles are stopped. A step "
+            "may have to end first; a second signal cuts it short.",
+        ),
+    ] = LAST_CHECKPOINT_S
     update_log: Annotated[
         str,
         typer.Option(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from ps_cli.console.output import Output
 from ps_cli.console.scheduler_query import SchedulerQuery, operator_link
 from ps_cli.train.exit_rules import RunEnd
-from ps_core.errors import InvalidCheckpoint, PushpullError
+from ps_core.errors import InvalidCheckpoint, PushpullError, WaitExpired
 from ps_runtime.checkpoint.calls import create_checkpoint
 from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.launch.cluster_shape import CheckpointPlan
@@ -18,13 +19,11 @@ from pushpull.v1 import scheduler_pb2
 
 ATTEMPTS = 3
 """Attempts at the last checkpoint: if a server is lost in one, the others can make another."""
-DEADLINE_S = 60.0
-"""Deadline of the last checkpoint; a step may have to end first. A second signal cuts it short."""
 
 
-async def make_last(scheduler: str, ending: RunEnd, output: Output) -> bool:
-    """Make a checkpoint of what the servers hold now, and print its place or its failure; False if
-    it failed. Without tables there is none to make.
+async def make_last(scheduler: str, last_s: float, ending: RunEnd, output: Output) -> bool:
+    """Make a checkpoint of what the servers hold now, in `last_s` at most, and print its place or
+    its failure; False if it failed. Without tables there is none to make.
     """
     with contextlib.suppress(PushpullError):
         async with SchedulerQuery(scheduler) as query:
@@ -37,17 +36,19 @@ async def make_last(scheduler: str, ending: RunEnd, output: Output) -> bool:
         output.say(f"{ending.message}: making a last checkpoint; once more to stop at once")
     reason = "stopped" if ending.exit_code else "the end of training"
     try:
-        made = await _attempted(scheduler, reason, output)
+        made = await _attempted(scheduler, reason, last_s, output)
     except PushpullError as error:
-        output.complain(f"there is no last checkpoint: {error.message}")
+        is_late = isinstance(error, WaitExpired)
+        remedy = f"; to give it more than {last_s:g} s: --checkpoint-last-s" if is_late else ""
+        output.complain(f"there is no last checkpoint: {error.message}{remedy}")
         return False
     output.say(f"checkpoint {made}")
     return True
 
 
-async def _attempted(scheduler: str, reason: str, output: Output) -> str:
-    """As `create`, `ATTEMPTS` times at most if the checkpoint fails, all within `DEADLINE_S`."""
-    end_s = clock.now_s() + DEADLINE_S
+async def _attempted(scheduler: str, reason: str, last_s: float, output: Output) -> str:
+    """As `create`, `ATTEMPTS` times at most if the checkpoint fails, all within `last_s`."""
+    end_s = clock.now_s() + last_s
     for attempts_left in reversed(range(ATTEMPTS)):
         try:
             return await create(scheduler, reason, end_s - clock.now_s())
@@ -59,7 +60,7 @@ async def _attempted(scheduler: str, reason: str, output: Output) -> str:
 
 
 async def create(
-    scheduler: str, reason: str, timeout_s: float, answers_within_s: float = DEADLINE_S
+    scheduler: str, reason: str, timeout_s: float, answers_within_s: float = math.inf
 ) -> str:
     """Make a checkpoint within `timeout_s`; its directory and the bytes of its files, in words. The
     scheduler has to answer in `answers_within_s` at most. Ends at once when it is cancelled.

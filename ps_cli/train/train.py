@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from ps_cli.console.options import ClusterOptions, Script, WorkerCount
+from ps_cli.console.options import LAST_CHECKPOINT_S, ClusterOptions, Script, WorkerCount
 from ps_cli.console.output import Output
 from ps_cli.console.progress import (
     RateWindow,
@@ -99,6 +99,7 @@ class TrainSettings:
         environment: variables for the workers alone.
         max_restarts: restarts of workers and servers together; None: as `ExitRules`.
         devices: as of `devices_of`.
+        last_checkpoint_s: seconds that the last checkpoint may take.
     """
 
     script: Path
@@ -109,6 +110,7 @@ class TrainSettings:
     environment: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int | None = None
     devices: str = AUTO
+    last_checkpoint_s: float = LAST_CHECKPOINT_S
 
 
 class SharedCluster:
@@ -226,7 +228,8 @@ class TrainRun:
             return
         await self._look()
         if self._settings.shape.checkpoints.url:
-            self._has_last = await make_last(self._scheduler, ending, self._output)
+            last_s = self._settings.last_checkpoint_s
+            self._has_last = await make_last(self._scheduler, last_s, ending, self._output)
             await self._look()  # a checkpoint that the script did not wait for may have failed
 
     async def _look(self) -> None:

@@ -55,7 +55,7 @@ async def run_up(options: UpOptions, output: Output) -> int:
 
     async def last_checkpoint(ending: RunEnd) -> None:
         if address:
-            await make_last(address, ending, output)
+            await make_last(address, options.checkpoint_last_s, ending, output)
 
     last = last_checkpoint if options.checkpoint_url else None
     ending = await supervisor.run(work(), rules, last)

@@ -193,6 +193,21 @@ def test_a_server_that_cannot_write_checkpoints_does_not_join(tmp_path: Path) ->
     assert ended.reason.endswith("give another --checkpoint-url, or none")
 
 
+def test_a_last_checkpoint_has_as_long_as_is_said_and_no_longer(tmp_path: Path) -> None:
+    """A stopped server takes no part in it."""
+    script = write(tmp_path, UNTIL_TOLD)
+    arguments = ("train", script, "-w", "1", "-s", "1", "--checkpoint-url", "runs")
+    with Tool(*arguments, "--checkpoint-last-s", "1", cwd=tmp_path, is_warm=True) as tool:
+        tool.wait_for("is training")
+        os.kill(tool.role_pids()["server"][0], signal.SIGSTOP)
+        tool.process.send_signal(signal.SIGINT)
+        assert tool.end(30) == 130, tool.text
+    tool.wait_for(
+        r"pushpull: there is no last checkpoint: checkpoint 1 waits .*; "
+        r"to give it more than 1 s: --checkpoint-last-s"
+    )
+
+
 def test_a_run_without_tables_has_no_last_checkpoint_to_wait_for(tmp_path: Path) -> None:
     arguments = ("train", write(tmp_path, NO_TABLE), "-w", "1", "--checkpoint-url", "runs")
     with Tool(*arguments, cwd=tmp_path, is_warm=True) as tool:
