@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import platform
+import sys
 from importlib import metadata
 from typing import Annotated
 
@@ -17,8 +17,13 @@ from ps_cli.checkpoint.app import checkpoint_app
 from ps_cli.compare.options import CompareOptions
 from ps_cli.console.options import ScriptCommand, options_of
 from ps_cli.console.output import Output
-from ps_cli.console.reported import guarded, reported
-from ps_cli.console.scheduler_query import first_status, server_answers
+from ps_cli.console.reported import USAGE_EXIT_CODE, guarded, reported
+from ps_cli.console.scheduler_query import (
+    QUERY_DEADLINE_S,
+    first_status,
+    operator_link,
+    server_answers,
+)
 from ps_cli.plan.options import PlanOptions
 from ps_cli.replay.options import ReplayOptions
 from ps_cli.status.document import status_document
@@ -263,21 +268,16 @@ def tables_set(
     Example: `pushpull tables set 'model*' ssp:4 --scheduler 127.0.0.1:7000`
     """
 
-    def change(output: Output) -> int:
-        names = asyncio.run(matching_tables(scheduler, table, run))
+    async def change(output: Output) -> int:
+        names = await matching_tables(scheduler, table, run)
         setting = parsed(consistency).as_requested
-        # Imported here, because other commands start without torch.
-        import ps_worker
-
-        with ps_worker.connect(
-            scheduler, role="operator", run=run, request_deadline_s=timeout
-        ) as client:
+        async with operator_link(scheduler, QUERY_DEADLINE_S, run) as link:
             for name in names:
-                last = client.set_consistency(name, setting, after_clock=after_clock)
-                output.say(f"{name}: {setting} from clock {last + 1} on")
+                made = await link.set_consistency(name, setting, after_clock, timeout)
+                output.say(f"{name}: {setting} from clock {made.after_clock + 1} on")
         return 0
 
-    reported(change)
+    guarded(change)
 
 
 @app.command()
@@ -363,8 +363,23 @@ def _installed(name: str) -> str:
         return "(not installed as a package)"
 
 
+_NOT_IN_EVERY_IMAGE = ("numpy", "safetensors", "torch")
+"""Packages that the scheduler's image does not have."""
+
+
 def main() -> None:
-    app(prog_name="pushpull")
+    try:
+        app(prog_name="pushpull")
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _NOT_IN_EVERY_IMAGE:
+            raise
+        with Output() as output:
+            output.complain(
+                f"this command needs {package}, which is not installed here; the scheduler's image "
+                "has none: take the image of servers and workers (docs/guides/CONTAINERS.md)"
+            )
+        sys.exit(USAGE_EXIT_CODE)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 
+import ps_worker as ps
+from ps_runtime.checkpoint.store import resolve
 from ps_runtime.settings.config import fields_of, flag_name, variable_name
 from ps_server.config import ServerConfig
+from ps_worker.client.local_cluster import local_cluster
 from ps_worker.transport.config import ProcessConfig, WorkerConfig
 from scheduler.config import SchedulerConfig
 from tests.integration.command_line import environment, run_here
@@ -115,6 +118,37 @@ def test_a_result_that_was_not_written_is_no_success(tmp_path: Path) -> None:
     os.close(full)
     assert done.returncode == 1
     assert done.stderr == "pushpull: lines of the output are lost: No space left on device\n"
+
+
+@pytest.mark.slow
+def test_who_looks_after_a_cluster_needs_no_numpy(tmp_path: Path) -> None:
+    """As in the scheduler's image; what needs it says so in one line."""
+    for name in ("numpy", "torch"):
+        (tmp_path / f"{name}.py").write_text(
+            f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')"
+        )
+    path = os.pathsep.join((str(tmp_path), environment()["PYTHONPATH"]))
+    pushpull = (sys.executable, "-m", "ps_cli")
+    with (
+        local_cluster(checkpoint_url=str(tmp_path / "runs")) as cluster,
+        ps.connect(cluster.address) as client,
+    ):
+        table = client.create_table("t", 64, optimizer=ps.SGD(lr=1.0), consistency="asp")
+        client.push_pull(table, [1.0] * 64)
+        at = {"PUSHPULL_SCHEDULER": cluster.address, "PYTHONPATH": path}
+        made = run(*pushpull, "checkpoint", "create", "--reason", "mine", folder=tmp_path, **at)
+        changed = run(*pushpull, "tables", "set", "t", "ssp:4", folder=tmp_path, **at)
+    assert re.fullmatch(r"/.*/runs/\d+-\w+ \([\d,]+ bytes\)\n", made)
+    assert re.fullmatch(r"t: ssp:4 from clock \d+ on\n", changed)
+    with resolve(str(tmp_path / "runs")).reader as reader:
+        assert reader.manifest.reason == "mine"
+    done = subprocess.run(
+        [*pushpull, "plan"], cwd=tmp_path, env=environment() | {"PYTHONPATH": path},
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    (said,) = done.stderr.splitlines()
+    assert "needs numpy, which is not installed here" in said
 
 
 @pytest.mark.slow
