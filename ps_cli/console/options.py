@@ -107,6 +107,7 @@ class ClusterOptions:
         str,
         typer.Option(
             metavar="URL",
+            envvar="PUSHPULL_CHECKPOINT_URL",
             help="The root of the checkpoints: a path, or a URL such as s3://bucket/run. Without "
             "it there are none.",
         ),
@@ -120,13 +121,20 @@ class ClusterOptions:
         ),
     ] = ""
     checkpoint_keep: Annotated[
-        int, typer.Option(min=0, help="Keep the newest N checkpoints. 0: keep all.", metavar="N")
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            envvar="PUSHPULL_CHECKPOINT_KEEP",
+            help="Keep the newest N checkpoints. 0: keep all.",
+        ),
     ] = 0
     checkpoint_full_every: Annotated[
         int,
         typer.Option(
             min=1,
             metavar="N",
+            envvar="PUSHPULL_CHECKPOINT_FULL_EVERY",
             help="Make every N-th checkpoint a full one; the others have only the blocks that "
             "changed, and refer to earlier ones for the rest. 1: all are full.",
         ),
@@ -135,6 +143,7 @@ class ClusterOptions:
         str,
         typer.Option(
             metavar="URL",
+            envvar="PUSHPULL_RESUME",
             help="Start from a checkpoint, with any number of servers and workers. URL is its "
             "directory, or a root, whose newest good checkpoint is taken. auto: the newest one of "
             "--checkpoint-url; if it has none, training starts from the beginning.",
@@ -153,6 +162,7 @@ class ClusterOptions:
         str,
         typer.Option(
             metavar="DIR",
+            envvar="PUSHPULL_UPDATE_LOG",
             help="Each server logs every update in its own directory in DIR. A server that dies is "
             "started again and recovers from its log; `pushpull replay` shows the updates.",
         ),

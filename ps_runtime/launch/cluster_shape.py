@@ -23,17 +23,18 @@ class CheckpointPlan:
     Attributes:
         url: a path, or a URL that fsspec knows; empty: none.
         every: "100" for each hundredth step, "60s", "5m" or "1h" for a time; empty: only on demand.
-        keep: checkpoints to keep; 0: all.
+        keep: checkpoints to keep; 0: all; None: the scheduler's own setting.
         resume: a checkpoint's directory, or one above; "auto": the newest under `url`, or anew if
             none was ever complete there; empty: the cluster starts anew.
-        full_every: one of so many in a row is full, the others have only changes; 1: all are full.
+        full_every: one of so many in a row is full, the others have only changes; 1: all are full;
+            None: the scheduler's own setting.
     """
 
     url: str = ""
     every: str = ""
-    keep: int = 0
+    keep: int | None = None
     resume: str = ""
-    full_every: int = 1
+    full_every: int | None = None
 
     def __post_init__(self) -> None:
         if self.every and not self.url:
@@ -44,9 +45,9 @@ class CheckpointPlan:
             raise InvalidConfig("resume is 'auto' without a place to look; give --checkpoint-url")
         if self.every:
             self._every()
-        if self.keep < 0:
+        if self.keep is not None and self.keep < 0:
             raise InvalidConfig(f"keep is {self.keep} checkpoints; expected 0 (all) or more")
-        if self.full_every < 1:
+        if self.full_every is not None and self.full_every < 1:
             raise InvalidConfig(
                 f"a full checkpoint every {self.full_every}; expected 1 (each is) or more"
             )
@@ -73,9 +74,9 @@ class CheckpointPlan:
                 given.append(f"--checkpoint-every-s={number * _SECONDS[unit]:.15g}")
             else:
                 given.append(f"--checkpoint-every-clocks={int(number)}")
-        if self.keep:
+        if self.url and self.keep is not None:
             given.append(f"--checkpoint-keep={self.keep}")
-        if self.full_every > 1:
+        if self.url and self.full_every is not None:
             given.append(f"--checkpoint-full-every={self.full_every}")
         if self.resume:
             given.append(f"--resume={self.resume}")
@@ -83,6 +84,14 @@ class CheckpointPlan:
 
 
 NO_CHECKPOINTS = CheckpointPlan()
+
+
+def checkpoints_of(url: str, resume: str, env: Mapping[str, str]) -> CheckpointPlan:
+    """The plan of a cluster that a program starts; an empty argument comes from its variable."""
+    return CheckpointPlan(
+        url or env.get("PUSHPULL_CHECKPOINT_URL", ""),
+        resume=resume or env.get("PUSHPULL_RESUME", ""),
+    )
 
 
 @dataclass(frozen=True, slots=True)

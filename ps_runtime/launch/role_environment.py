@@ -17,12 +17,17 @@ _ADDRESSING = (
 )  # fmt: skip
 """PUSHPULL_ variables of a process's identity and cluster, which roles never inherit."""
 
+_PLACES = ("CHECKPOINT_URL", "RESUME", "UPDATE_LOG")
+"""PUSHPULL_ variables that the starter of a cluster reads: it has work to do for these settings,
+and gives them to its roles as flags."""
+
 
 def role_environment(inherited: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a role: the caller's, without the caller's identity, and `added`. Our
-    packages come from the folders where this process found them.
+    """The environment of a role: the caller's, without the caller's identity and the settings that
+    are its starter's, and `added`. Our packages come from the folders where this process found
+    them.
     """
-    dropped = {f"PUSHPULL_{name}" for name in _ADDRESSING}
+    dropped = {f"PUSHPULL_{name}" for name in (*_ADDRESSING, *_PLACES)}
     environment = {name: value for name, value in inherited.items() if name not in dropped}
     environment["PYTHONPATH"] = python_path(inherited)
     environment[DIE_WITH_PARENT] = "1"

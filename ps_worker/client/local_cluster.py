@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Self
 
-from ps_runtime.launch.cluster_shape import CheckpointPlan, ClusterShape
+from ps_runtime.launch.cluster_shape import ClusterShape, UpdateLogPlan, checkpoints_of
 from ps_runtime.launch.launcher import (
     CHECKPOINT_GRACE_S,
     READY_DEADLINE_S,
@@ -34,8 +35,13 @@ class LocalCluster:
         checkpoint_url: str = "",
         resume: str = "",
     ) -> None:
-        checkpoints = CheckpointPlan(checkpoint_url, resume=resume)
-        shape = ClusterShape(servers, workers, replica_count=replicas, checkpoints=checkpoints)
+        shape = ClusterShape(
+            servers,
+            workers,
+            replica_count=replicas,
+            checkpoints=checkpoints_of(checkpoint_url, resume, os.environ),
+            update_log=UpdateLogPlan(os.environ.get("PUSHPULL_UPDATE_LOG", "")),
+        )
         self._start(shape, ready_deadline_s)
 
     @classmethod
@@ -116,8 +122,9 @@ def local_cluster(
         workers: the number of workers that clock 1 of a BSP table waits for.
         ready_deadline_s: seconds that each role may take until it serves.
         replicas: the number of servers that hold each range; all but one of them may die.
-        checkpoint_url: where checkpoints go; empty: nowhere.
-        resume: the checkpoint that it starts from: its directory, or a directory of checkpoints.
+        checkpoint_url: where checkpoints go; empty: PUSHPULL_CHECKPOINT_URL, else nowhere.
+        resume: the checkpoint that it starts from: its directory, or a directory of checkpoints;
+            empty: PUSHPULL_RESUME, else none.
 
     Returns:
         The cluster, which ends with its `with` block, with `stop`, and with this process.

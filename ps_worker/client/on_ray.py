@@ -18,7 +18,7 @@ from typing import Any, Self, Unpack
 
 from ps_core.errors import InvalidConfig, PushpullError, Recovering, WaitExpired
 from ps_runtime.cluster import join_secret
-from ps_runtime.launch.cluster_shape import CheckpointPlan, ClusterShape
+from ps_runtime.launch.cluster_shape import ClusterShape, checkpoints_of
 from ps_runtime.launch.launcher import (
     CHECKPOINT_GRACE_S,
     READY_DEADLINE_S,
@@ -141,8 +141,10 @@ def ray_cluster(
         replicas: the number of servers that hold each range; with 2, training survives a node.
         resources: Ray's reservation for each server, such as {"CPU": 4}; {"CPU": 1} by default. The
             scheduler takes {"CPU": 0.1}.
-        checkpoint_url: where checkpoints go, reachable from every node; empty: nowhere.
-        resume: the checkpoint that it starts from: its directory, or a directory of checkpoints.
+        checkpoint_url: where checkpoints go, reachable from every node; empty:
+            PUSHPULL_CHECKPOINT_URL, else nowhere.
+        resume: the checkpoint that it starts from: its directory, or a directory of checkpoints;
+            empty: PUSHPULL_RESUME, else none.
 
     Returns:
         The cluster, an argument for tasks and actors.
@@ -154,7 +156,7 @@ def ray_cluster(
         Recovering: a role ended before it served; the message says why.
         WaitExpired: Ray has too few free resources for a role.
     """
-    checkpoints = CheckpointPlan(checkpoint_url, resume=resume)
+    checkpoints = checkpoints_of(checkpoint_url, resume, os.environ)
     # Ray shows a driver what its actors print: by default only warnings.
     level = {_LOG_LEVEL: os.environ.get(_LOG_LEVEL, "warning")}
     shape = ClusterShape(

@@ -209,8 +209,8 @@ def test_a_last_checkpoint_has_as_long_as_is_said_and_no_longer(tmp_path: Path) 
 
 
 def test_a_run_without_tables_has_no_last_checkpoint_to_wait_for(tmp_path: Path) -> None:
-    arguments = ("train", write(tmp_path, NO_TABLE), "-w", "1", "--checkpoint-url", "runs")
-    with Tool(*arguments, cwd=tmp_path, is_warm=True) as tool:
+    arguments, place = ("train", write(tmp_path, NO_TABLE), "-w", "1"), "PUSHPULL_CHECKPOINT_URL"
+    with Tool(*arguments, cwd=tmp_path, variables={place: "runs"}, is_warm=True) as tool:
         assert tool.end(30) == 0, tool.text
     assert "there is no last checkpoint, since there is no table" in tool.text
 

@@ -217,6 +217,14 @@ def test_a_role_does_not_inherit_who_its_starter_is() -> None:
     assert str(Path("here").absolute()) in environment["PYTHONPATH"].split(os.pathsep)
 
 
+@pytest.mark.parametrize("name", ["CHECKPOINT_URL", "RESUME", "UPDATE_LOG"])
+def test_a_role_has_a_place_only_from_its_starter(name: str) -> None:
+    """An inherited one would be the scheduler's alone, and one directory for the log of all."""
+    named = f"PUSHPULL_{name}"
+    assert named not in role_environment({named: "place"}, {})
+    assert role_environment({named: "place"}, {named: "given"})[named] == "given"
+
+
 @pytest.mark.parametrize(("cores", "processes", "expected"), [(8, 2, 4), (2, 3, 1), (4, 0, 4)])
 def test_threads_are_shared_out(cores: int, processes: int, expected: int) -> None:
     assert thread_count(cores, processes) == expected

@@ -5,11 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import typer
 
+from ps_cli.__main__ import app
 from ps_cli.train.train import TrainOptions
 from ps_cli.train.up import UpOptions
 from ps_core.errors import InvalidConfig
-from ps_runtime.launch.cluster_shape import NO_CHECKPOINTS, CheckpointPlan, ClusterShape
+from ps_runtime.launch.cluster_shape import (
+    NO_CHECKPOINTS,
+    CheckpointPlan,
+    ClusterShape,
+    checkpoints_of,
+)
 from scheduler.config import SchedulerConfig
 from scheduler.start import cluster_settings
 
@@ -73,13 +80,52 @@ def test_the_scheduler_is_told_all_of_it() -> None:
 def test_how_many_are_full_reaches_the_scheduler() -> None:
     options = UpOptions(checkpoint_url="runs/7", checkpoint_every="5m", checkpoint_full_every=4)
     assert options.shape.checkpoints.scheduler_arguments[2:] == (
-        "--checkpoint-every-s=300", "--checkpoint-full-every=4",
+        "--checkpoint-every-s=300", "--checkpoint-keep=0", "--checkpoint-full-every=4",
     )  # fmt: skip
     train = TrainOptions(script=Path("x.py"), checkpoint_full_every=4)
     assert train.shape.checkpoints.full_every == 4
     assert CheckpointPlan("/place").scheduler_arguments == PLACE
     settings = cluster_settings(SchedulerConfig(workers=1, servers=1, checkpoint_full_every=4))
     assert settings.checkpoint_full_every == 4
+
+
+def shape_of(command: str, *arguments: str, script: Path) -> ClusterShape:
+    """The cluster of a command line, and of the variables."""
+    tool = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    kind, given = (TrainOptions, (str(script),)) if command == "train" else (UpOptions, ())
+    with tool.make_context(command, [*given, *arguments]) as context:
+        return kind(**context.params).shape
+
+
+@pytest.mark.parametrize("command", ["train", "up"])
+def test_variables_are_read_where_the_last_checkpoint_is_made(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    for name, value in {
+        "CHECKPOINT_URL": "runs/7",
+        "CHECKPOINT_KEEP": "3",
+        "CHECKPOINT_FULL_EVERY": "4",
+        "RESUME": "auto",
+        "UPDATE_LOG": "runs/log",
+    }.items():
+        monkeypatch.setenv(f"PUSHPULL_{name}", value)
+    found = shape_of(command, script=script)
+    assert found.checkpoints == CheckpointPlan("runs/7", "", 3, "auto", 4)
+    assert found.update_log.path == "runs/log"
+    flags = ("--checkpoint-url=runs/8", "--resume=runs/8", "--checkpoint-keep=0")
+    found = shape_of(command, *flags, "--update-log=other", script=script)
+    assert found.checkpoints == CheckpointPlan("runs/8", "", 0, "runs/8", 4)
+    assert "--checkpoint-keep=0" in found.checkpoints.scheduler_arguments, "3 would be inherited"
+    assert found.update_log.path == "other"
+
+
+def test_a_program_s_arguments_go_before_the_variables() -> None:
+    env = {"PUSHPULL_CHECKPOINT_URL": "runs/7", "PUSHPULL_RESUME": "auto"}
+    assert checkpoints_of("", "", env) == CheckpointPlan("runs/7", resume="auto")
+    assert checkpoints_of("runs/8", "runs/6", env) == CheckpointPlan("runs/8", resume="runs/6")
+    assert checkpoints_of("", "", {}) == NO_CHECKPOINTS
 
 
 def test_that_none_is_full_is_refused() -> None:
