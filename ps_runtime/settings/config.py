@@ -105,7 +105,7 @@ def argument_parser(
     cls: type[DataclassInstance], description: str, program: str | None = None
 ) -> argparse.ArgumentParser:
     """A parser with a flag for each field of `cls`, and --config FILE and --print-config. A flag
-    that is not given is None in the result.
+    that is not given is None in the result; one that is, is written out.
     """
     parser = argparse.ArgumentParser(
         prog=program,
@@ -113,6 +113,7 @@ def argument_parser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="A setting is its flag, else its variable, else its key in the --config file.",
+        allow_abbrev=False,
     )
     add_flags(parser, cls)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")

@@ -196,6 +196,7 @@ def parser() -> argparse.ArgumentParser:
         description="Runs a training script as one worker of a cluster.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="A setting is what the script gives `connect`, else its flag, else its variable.",
+        allow_abbrev=False,  # argparse would look for abbreviations in the script's arguments, too
     )
     for settings in (WorkerConfig, ProcessConfig):
         add_flags(made, settings)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import types
+
+import pytest
+
 import ps_server.config
+import ps_worker.transport.config
 import scheduler.config
 from ps_runtime.launch.cluster_shape import CheckpointPlan, ClusterShape, UpdateLogPlan
 from ps_runtime.settings.config import from_command_line
@@ -31,3 +36,33 @@ def test_the_scheduler_reads_all_that_it_is_told_of_its_cluster() -> None:
     assert (settings.replicas, settings.min_in_sync, settings.lease_s) == (2, 2, 1.5)
     assert (settings.checkpoint_every_s, settings.checkpoint_keep) == (300.0, 3)
     assert settings.checkpoint_full_every == 4
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        ("--log", "out.txt"),
+        ("--log=out.txt",),
+        ("--l", "--c", "--p", "--r", "--w", "--h"),
+        ("--help",),
+        ("-h",),
+        ("--rank", "4"),
+        ("--rank=4", "other.py", "--", "-x"),
+    ],
+)
+def test_a_scripts_arguments_are_its_own(own: tuple[str, ...]) -> None:
+    reader = ps_worker.transport.config.parser()
+    for before, rank in ((), None), (("--rank", "3"), "3"):
+        given = reader.parse_args([*before, "s.py", *own])
+        assert (str(given.script), given.arguments, given.rank) == ("s.py", list(own), rank)
+
+
+@pytest.mark.parametrize("module", [ps_worker.transport.config, ps_server.config, scheduler.config])
+def test_a_flag_is_given_whole(
+    module: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that a new flag takes no meaning away from a command line that works."""
+    with pytest.raises(SystemExit):
+        module.parser().parse_args(["--log-lev", "info"])
+    assert "--log-lev" in capsys.readouterr().err
+    assert module.parser().parse_known_args(["--log-level", "info", "s.py"])[0].log_level == "info"
