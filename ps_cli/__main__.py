@@ -86,8 +86,9 @@ def compare(options: CompareOptions) -> None:
     `DistributedOptimizer`, names no consistency, and reports with `client.report(loss=...)` and, at
     its end, `client.report(quality={"accuracy": ...})`.
 
-    Exit code: 0 when every run finished; 1 when a run failed, with the reason in the report; 130
-    after Ctrl-C, with a report of the runs until then.
+    Exit code: 0 when every run finished; 1 when a run failed, with the reason in the report, or is
+    missing from a report that could not be written; 130 after Ctrl-C, with a report of the runs
+    until then.
 
     Example: `pushpull compare examples/digits_cnn.py -m bsp,ssp:4,asp -w 4 --seeds 0,1,2 --
     --seed {seed}`

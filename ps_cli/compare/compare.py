@@ -5,7 +5,8 @@ Rules:
       has another cluster.
     - The runs of a seed, one for each mode, follow each other, so that a disturbance of the machine
       disturbs all modes alike.
-    - The report and its JSON are written after each run, so that they survive the tool.
+    - The report and its JSON are written after each run, so that they survive the tool. Each takes
+      the place of the one before when it is complete; if it cannot be written, the runs go on.
     - A run that failed is in the report with its last message; the others go on.
 """
 
@@ -37,7 +38,8 @@ from ps_cli.compare.report_document import (
 from ps_cli.compare.report_html import page_of
 from ps_cli.compare.report_table import measure_text, table_of
 from ps_cli.console.output import Output
-from ps_cli.train.exit_rules import RunEnd
+from ps_cli.console.tensor_file import check_writable, replaced, writing
+from ps_cli.train.exit_rules import FAILURE_EXIT_CODE, RunEnd
 from ps_cli.train.train import SharedCluster, TrainRun, TrainSettings
 from ps_core.errors import InvalidConfig
 from ps_runtime.launch.cluster_shape import ClusterShape
@@ -94,23 +96,33 @@ def compare(options: CompareOptions) -> int:
     """Run everything, write the report, print the table.
 
     Returns:
-        The exit code: 0 if every run finished, 1 if one failed, 128 + a signal that ended it.
+        The exit code: 0 if every run finished, 1 if one failed or is not in the report, 128 + a
+        signal that ended it.
 
     Raises:
-        InvalidConfig: an option is wrong, or the report cannot be written.
+        InvalidConfig: an option is wrong, or no report can be written, before the first run.
     """
     comparison = comparison_of(options)
+    report = _Report(options, comparison)
+    report.check()
     runs: list[ComparedRun] = []
     code = INTERRUPT_EXIT_CODE
     with Output(sys.stderr) as progress, contextlib.suppress(KeyboardInterrupt):
         # Before the first run and after the last, a signal is Python's KeyboardInterrupt.
         cluster = SharedCluster(progress, _shown_kinds(options))
-        code = asyncio.run(_all_runs(options, comparison, cluster, runs))
+        code = asyncio.run(_all_runs(options, report, cluster, runs))
     with Output() as output:
         output.print(table_of(comparison, _rows(comparison, runs)))
         for remark in missing_reports(runs):
             output.say(remark)
-        output.say(f"report: {options.report}, figures: {options.json_path}")
+        files, lacking = (options.report, options.json_path), len(runs) - report.run_count
+        if lacking:
+            output.complain(
+                f"{report.failure}; {files[0]} and {files[1]} lack {lacking} of {len(runs)} runs"
+            )
+            return code or FAILURE_EXIT_CODE
+        if runs:
+            output.say(f"report: {files[0]}, figures: {files[1]}")
     return code
 
 
@@ -119,11 +131,11 @@ def _shown_kinds(options: CompareOptions) -> frozenset[str]:
 
 
 async def _all_runs(
-    options: CompareOptions, comparison: Comparison, cluster: SharedCluster, runs: list[ComparedRun]
+    options: CompareOptions, report: _Report, cluster: SharedCluster, runs: list[ComparedRun]
 ) -> int:
     """Add each run to `runs` when it has ended, and return the exit code."""
-    _write(options, comparison, runs)  # fails before the first run if it cannot be written
-    plan = [(seed, mode) for seed in seeds_of(options.seeds) for mode in comparison.modes]
+    modes = report.comparison.modes
+    plan = [(seed, mode) for seed in seeds_of(options.seeds) for mode in modes]
     try:
         for number, (seed, mode) in enumerate(plan, 1):
             title = f"run {number} of {len(plan)}: {mode}, seed {seed}"
@@ -131,8 +143,8 @@ async def _all_runs(
             await cluster.renew()
             run, code = await _one_run(options, mode, seed, cluster)
             runs.append(run)
-            _write(options, comparison, runs)
             cluster.output.say(f"{title}: {_outcome(run)}")
+            report.write(runs, cluster.output)
             if code > STOP_EXIT_CODES:
                 return code
     finally:
@@ -210,15 +222,41 @@ def _rows(comparison: Comparison, runs: Sequence[ComparedRun]) -> list[ModeRow]:
     return rows
 
 
-def _write(options: CompareOptions, comparison: Comparison, runs: Sequence[ComparedRun]) -> None:
-    rows = _rows(comparison, runs)
-    document = document_of(comparison, runs, rows)
-    try:
-        options.report.parent.mkdir(parents=True, exist_ok=True)
-        options.json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        options.report.write_text(page_of(comparison, runs, rows), encoding="utf-8")
-    except OSError as error:
-        raise InvalidConfig(f"the report {options.report} cannot be written: {error}") from error
+class _Report:
+    """The HTML file of a comparison and its JSON.
+
+    Attributes:
+        run_count: the runs that both files have; 0 until they are written, and earlier files stay.
+        failure: the reason why they do not have all.
+    """
+
+    def __init__(self, options: CompareOptions, comparison: Comparison) -> None:
+        self._page, self._figures = options.report, options.json_path
+        self.comparison = comparison
+        self.run_count = 0
+        self.failure = ""
+
+    def check(self) -> None:
+        """Raise InvalidConfig if they cannot be written."""
+        with writing(self._page):
+            self._page.parent.mkdir(parents=True, exist_ok=True)
+        for path in (self._figures, self._page):
+            check_writable(path)
+
+    def write(self, runs: Sequence[ComparedRun], output: Output) -> None:
+        """Write both, or warn: the next call writes what this one could not."""
+        rows = _rows(self.comparison, runs)
+        text = json.dumps(document_of(self.comparison, runs, rows), indent=1) + "\n"
+        page = page_of(self.comparison, runs, rows)
+        try:
+            for path, content in ((self._figures, text), (self._page, page)):
+                with replaced(path) as file:
+                    file.write(content.encode())
+        except InvalidConfig as error:
+            self.failure = error.message
+            output.warn(f"{error.message}; the comparison goes on")
+        else:
+            self.run_count = len(runs)
 
 
 def _environment() -> dict[str, str]:

@@ -151,20 +151,44 @@ def write_file(
 
 @contextlib.contextmanager
 def replaced(out: Path) -> Iterator[BinaryIO]:
-    """Write a file that takes its name when it is complete.
+    """Write a file that takes its name when it is complete; a device or a pipe is written as it is.
 
     Raises:
         InvalidConfig: the file cannot be written.
     """
-    unfinished = out.with_name(f".{out.name}.tmp")
+    path, is_regular = _target(out)
+    if not is_regular:
+        with writing(out), path.open("wb") as file:
+            yield file
+        return
+    unfinished = path.with_name(f".{path.name}.tmp")
     try:
         with writing(out):
             with unfinished.open("wb") as file:
                 yield file
-            unfinished.replace(out)
+            unfinished.replace(path)
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
+
+
+def check_writable(out: Path) -> None:
+    """Raise InvalidConfig if `replaced` cannot write this file; an earlier one stays as it is."""
+    path, is_regular = _target(out)
+    with writing(out):
+        if path.is_dir():
+            path.open("wb")  # raises the error
+        if is_regular:
+            unfinished = path.with_name(f".{path.name}.tmp")
+            unfinished.open("wb").close()
+            unfinished.unlink()
+
+
+def _target(out: Path) -> tuple[Path, bool]:
+    """The file itself, where `out` is a link to it; False if it is a device, a pipe, ..."""
+    with writing(out):
+        path = out.resolve()
+        return path, path.is_file() or not path.exists()
 
 
 @contextlib.contextmanager

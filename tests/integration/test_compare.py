@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from ps_worker import ComputeTime
-from tests.integration.command_line import Tool, run, run_here, run_warm
+from tests.integration.command_line import START_DEADLINE_S, Tool, run, run_here, run_warm
 
 END_DEADLINE_S = 20.0
 
@@ -233,3 +234,49 @@ def test_a_new_interpreter_has_all_that_it_needs(tmp_path: Path) -> None:
     assert (found.returncode, found.stdout) == (2, "")
     (line,) = found.stderr.splitlines()
     assert "consistency is 'lax'; expected one of bsp" in line
+
+
+FILLS_THE_DISK = """
+import os
+import resource
+import sys
+import ps_worker as ps
+
+with ps.connect() as client:
+    table = client.create_table("t", 64, optimizer=ps.SGD(lr=1.0))
+    for step in range(2):
+        client.push_pull(table, [1.0] * 64)
+        client.report(loss=1.0 / (step + 1))
+    if sys.argv[1] == "1":  # the tool's writes fail from here on
+        resource.prlimit(os.getppid(), resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+"""
+
+
+def test_a_report_that_cannot_be_written_any_more_leaves_the_last_and_the_table(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FILLS_THE_DISK)
+    arguments = ("--modes", "bsp", "--seeds", "0,1", "-w", "1", "--", "{seed}")
+    with Tool("compare", str(script), *arguments, cwd=tmp_path, is_warm=True) as tool:
+        assert tool.end(START_DEADLINE_S) == 1, tool.text
+    assert [run["seed"] for run in figures(tmp_path)["runs"]] == [0], "the first run's"
+    page(tmp_path)
+    assert re.search(r"^bsp +2 ", tool.text, re.MULTILINE), "the table has both"
+    assert tool.text.endswith(
+        "pushpull: compare.json cannot be written: File too large; compare.html and compare.json "
+        "lack 1 of 2 runs\n"
+    )
+
+
+def test_an_earlier_report_stays_until_a_run_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text("import time\nprint('begins', flush=True)\ntime.sleep(99)")
+    for name in ("compare.json", "compare.html"):
+        (tmp_path / name).write_text("earlier")
+    with Tool("compare", "endless.py", "-v", "-w", "1", cwd=tmp_path, is_warm=True) as tool:
+        tool.wait_for("begins")
+        assert {path.name for path in tmp_path.iterdir()} == {
+            "compare.html", "compare.json", "endless.py",
+        }  # fmt: skip
+        assert (tmp_path / "compare.json").read_text() == "earlier"
+        assert (tmp_path / "compare.html").read_text() == "earlier"
