@@ -35,7 +35,11 @@ async def run_up(options: UpOptions, output: Output) -> int:
 
     Returns:
         The exit code: 128 + the signal's number, or 1 if a role died.
+
+    Raises:
+        InvalidConfig: no file can keep a join secret, which workers started by hand would need.
     """
+    join_secret.found_or_made()
     shape = replace(options.shape, listen=options.listen)
     kinds = () if options.quiet else ("server", "scheduler")
     supervisor = Supervisor(output, frozenset(kinds))

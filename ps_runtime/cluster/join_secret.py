@@ -3,7 +3,10 @@
 Rules:
     - It is PUSHPULL_JOIN_SECRET, else in the file PUSHPULL_JOIN_SECRET_FILE, else in
       ~/.pushpull/join-secret: one user's processes on one host need no setting.
-    - The process that starts a cluster makes a missing file, for its owner alone.
+    - The process that starts a cluster makes a missing file, for its owner alone. Where the user
+      has no place for one, a cluster of one program and its children has a secret in their
+      environment. A cluster that others join by hand is refused there; a named file that cannot be
+      made is refused to all.
     - The secret is in no flag, no log line, no error and no other file.
 """
 
@@ -60,7 +63,8 @@ def found_or_made(env: Mapping[str, str] = os.environ) -> bytes:
     try:
         _make(path, is_own=not named)
     except OSError as error:
-        raise _UnkeptError(f"{path}: {error.strerror}") from None
+        place = f"{path} ({SECRET_FILE})" if named else f"{path}"
+        raise _UnkeptError(f"{place}: {error.strerror}") from None
     return _read(path, is_own=not named) or b""
 
 
@@ -132,14 +136,17 @@ def _make(path: Path, *, is_own: bool) -> None:
 
 
 def ensure(env: MutableMapping[str, str]) -> None:
-    """Have a secret before a local cluster is started. If no file can keep one, it goes into `env`,
-    which the cluster's processes inherit.
+    """Have a secret before a local cluster is started. If the user has no place for a file, it goes
+    into `env`, which the cluster's processes inherit.
 
-    Blocking, Raises: as `found`.
+    Blocking, Raises: as `found`; InvalidConfig if the file that PUSHPULL_JOIN_SECRET_FILE names
+        cannot be made.
     """
     try:
         found_or_made(env)
     except _UnkeptError:
+        if env.get(SECRET_FILE):
+            raise
         env[SECRET] = secrets.token_hex(_DRAWN_BYTES)
 
 

@@ -187,6 +187,17 @@ def test_up_prints_an_address_and_ends_on_request(tmp_path: Path) -> None:
     assert_all_gone(pids)
 
 
+def test_up_starts_no_cluster_that_nobody_can_join(tmp_path: Path) -> None:
+    """A secret of its own would be in its roles' environment alone."""
+    (tmp_path / "file").touch()
+    variables = {"PUSHPULL_JOIN_SECRET": "", "HOME": str(tmp_path / "file" / "home")}
+    with Tool("up", "--quiet", cwd=tmp_path, variables=variables, is_warm=True) as tool:
+        assert tool.end(START_DEADLINE_S) == 2, tool.text
+    assert "one cannot be kept in" in tool.text
+    assert "set PUSHPULL_JOIN_SECRET to what openssl rand -hex 32 prints" in tool.text
+    assert "cluster is up" not in tool.text
+
+
 def test_up_says_why_a_cluster_cannot_start(tmp_path: Path) -> None:
     found = run("up", "--listen", "not an address", cwd=tmp_path)
     assert found.returncode == 1

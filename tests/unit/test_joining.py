@@ -233,3 +233,13 @@ def test_without_a_secret_a_registration_proves_nothing() -> None:
     assert not request.join_proof
     join_secret.set_proof(request, SECRET, CHALLENGE)
     assert request.join_proof == replace(WORKER, rank=None).proof(SECRET, CHALLENGE)
+
+
+def test_a_named_file_that_cannot_be_made_is_refused_for_a_local_cluster_too(
+    tmp_path: Path,
+) -> None:
+    """Its name may be mistyped: the others would look for the secret there."""
+    env = {"HOME": str(tmp_path), join_secret.SECRET_FILE: str(tmp_path / "absent" / "secret")}
+    with pytest.raises(InvalidConfig, match=r"secret \(PUSHPULL_JOIN_SECRET_FILE\): No such"):
+        join_secret.ensure(env)
+    assert join_secret.SECRET not in env
