@@ -327,7 +327,7 @@ def test_without_a_table_of_the_run_without_a_name_none_is_made_and_nothing_fail
     ):
         client.create_table("named", COUNT, optimizer=ps.SGD(lr=1.0))
         printed = io.StringIO()
-        last = make_last(cluster.address, RunEnd(130, "stopped"), Output(printed))
+        last = make_last(cluster.address, 60.0, RunEnd(130, "stopped"), Output(printed))
         assert asyncio.run(last), capsys.readouterr().err
         assert printed.getvalue() == (
             "there is no last checkpoint, since there is no table of the run without a name\n"
