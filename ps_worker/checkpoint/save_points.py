@@ -19,7 +19,8 @@ Rules:
       checkpoint before it makes that call, because neither would go on.
     - Until its first save point a worker starts up: it may attach more.
     - A state that cannot be written is reported as lost, and training goes on.
-    - A worker that leaves writes its state as of its last step.
+    - A worker that leaves writes its state as of its last step, unless it leaves a restored cluster
+      while it starts up: that state may lack what the checkpoint has, and is lost.
     - Workers that take their steps together (`keep_in_step`) save their states at one step, under
       any consistency: where each range is cut at its own moment, at the highest clock named.
 
@@ -54,6 +55,7 @@ from ps_worker.steps.steps import TableHandle
 _LEAVING = 0
 """The number of no checkpoint: of the state of a worker that leaves."""
 
+_LEFT_EARLY = "its worker left before its first step and its first save point"
 _MAX_NAME_BYTES = 200
 _LOOK_S = 0.5
 
@@ -440,7 +442,19 @@ class SavePoints:
             clocks = self._last_clocks
             if clocks is None or not self._attached or self._is_closed:
                 return
+            is_starting = self._is_starting()
+        if is_starting:
+            self._scheduler.report_part(_LEAVING, PartReport(problem=_LEFT_EARLY))
+            return
         self._save(Checkpoint(_LEAVING, url), clocks)
+
+    def _is_starting(self) -> bool:
+        """True before the first step and the first save point in a cluster that was restored: the
+        script may not have attached all that it has in that checkpoint.
+        """
+        if self._has_begun or self._view is None or not self._view.restored_from:
+            return False
+        return all(each.clock <= (each.table.restored_clock or 0) for each in self._handles())
 
     def wake(self, _reason: object = None) -> None:
         with self._changed:

@@ -23,7 +23,8 @@ Rules:
     - Until something has moved, the checkpoint that the cluster began from is the answer: while it
       starts up, tables have not been created again, and states have not been attached. Something
       has moved once a table is beyond that checkpoint, or a shard was reported since, or each
-      worker of the first ones has begun, which it says at its first save point, or has left.
+      worker of the first ones has begun, which it says at its first save point, or has left with
+      its state.
     - A worker that has not begun by a later cut, and has no state yet, is lost in the manifest.
     - A worker's next clock is a guess while its script is in a step. A script that waits for the
       checkpoint takes no step. If every script waits before the step of a cut, no worker will take
@@ -382,8 +383,11 @@ class CheckpointAttempts:
 
     def _has_begun(self, attempt: Attempt, rank: int) -> bool:
         holder = self._state.workers_by_rank(UNNAMED).get(rank)
-        if holder is None or holder.state is NodeState.LEFT:
-            return holder is not None
+        if holder is None:
+            return False
+        if holder.state is NodeState.LEFT:
+            left = self._state.left_parts.get(rank)
+            return left is not None and left.node_id == holder.node_id and not left.part.problem
         place = attempt.workers.get(holder.node_id)
         return place is not None and place.has_begun
 

@@ -27,7 +27,7 @@ from scheduler.machine.checkpoint_state import (
     CheckpointUnneeded,
     CheckpointWritten,
 )
-from scheduler.machine.checkpoints import CHECKPOINTS_FEATURE
+from scheduler.machine.checkpoints import CHECKPOINTS_FEATURE, LEAVING
 from scheduler.machine.cluster import Created
 from scheduler.machine.data_shards import ShardRequest
 from scheduler.machine.state import ChangeWithdrawn, Restored, RestoredTable
@@ -415,11 +415,18 @@ def test_once_all_workers_have_begun_one_is_made_though_no_step_was_taken() -> N
     assert cluster.happened(CheckpointCut) == [CheckpointCut(7, {"model": 5, "other": 4})]
 
 
-def test_a_worker_that_has_left_has_begun() -> None:
+@pytest.mark.parametrize(
+    "part", [PartReport("worker-1", 9, "cd"), PartReport(problem="it left early"), None]
+)
+def test_a_worker_that_has_left_with_its_state_has_begun(part: PartReport | None) -> None:
     cluster = resumed()
+    if part is not None:
+        cluster.report(cluster.workers[1], part, LEAVING)
     cluster.leave(cluster.workers[1])
     asked(cluster, begun=(0,))
-    assert len(cluster.happened(CheckpointCut)) == 1
+    has_begun = part is not None and not part.problem
+    assert len(cluster.happened(CheckpointCut)) == has_begun
+    assert len(cluster.happened(CheckpointUnneeded)) == (not has_begun)
 
 
 def test_once_a_shard_was_reported_one_is_made() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.unit.saving_worker import WAIT_S, A, B, Resting, Worker, clocks_of
@@ -110,3 +112,23 @@ def test_a_state_that_cannot_be_left_behind_is_said(worker: Worker) -> None:
     ((number, part),) = worker.reported
     assert (number, part.file) == (0, "")
     assert "no space" in part.problem
+
+
+@pytest.mark.parametrize("begins", ["", "save point", "step"])
+def test_a_worker_that_leaves_a_restored_cluster_while_it_starts_up_has_lost_its_state(
+    worker: Worker, begins: str
+) -> None:
+    """What its script had not attached yet is in the checkpoint that the cluster began from."""
+    worker.begin_at(5)
+    worker.view = replace(worker.view, restored_from="runs/7")
+    worker.see(None)
+    if begins == "save point":
+        worker.points.reach()
+    elif begins == "step":
+        worker.step()
+    worker.points.leave()
+    worker.points.leave_behind("left")
+    ((number, part),) = worker.report()
+    assert number == 0
+    assert bool(part.file) == bool(begins)
+    assert ("left before its first step" in part.problem) == (not begins)
