@@ -82,6 +82,7 @@ def main() -> None:
     """Run until told to stop, or until the cluster has finished."""
     settings = config.from_command_line(ServerConfig, parser())
     process_end.die_with_parent_if_asked(os.environ)
+    process_end.forget_parent(os.environ)  # installed updates are a user's code
     logs.configure("server", settings.log_level, settings.log_format)
     channels.tune_allocator()
     switch_often()

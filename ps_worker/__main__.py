@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = reader.parse_args(argv)
     try:
         process_end.die_with_parent_if_asked(os.environ)
+        process_end.forget_parent(os.environ)
         config = _take_flags(vars(given))
         logs.configure(process_name(vars(given), os.environ), config.log_level, config.log_format)
     except InvalidConfig as error:

@@ -69,7 +69,7 @@ VARIABLES: dict[str, str] = {
     "PUSHPULL_DRAIN_GRACE_S": "Seconds for calls to finish when a role is told to stop, and for "
     "another server to get anything of which a server has the only copy.",
     "PUSHPULL_READY_FILE": "A file that the role writes when it serves: its addresses as JSON.",
-    "PUSHPULL_DIE_WITH_PARENT": "1 kills the role when its parent ends.",
+    "PUSHPULL_DIE_WITH_PARENT": "1 kills the role when its parent ends; a script does not have it.",
     "PUSHPULL_PARENT_PID": "The process that started the role, for PUSHPULL_DIE_WITH_PARENT.",
     "PUSHPULL_LAUNCH_ID": "A secret that a worker tells the scheduler, by which the starter of its "
     "process can report its end; 32 hexadecimal digits.",

@@ -9,7 +9,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 from ps_core.errors import InvalidConfig
 
@@ -89,3 +89,12 @@ def die_with_parent_if_asked(env: Mapping[str, str]) -> None:
     starter = env.get(PARENT_PID, "")
     if starter and starter != str(os.getppid()):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def forget_parent(env: MutableMapping[str, str]) -> None:
+    """Remove both variables after `die_with_parent_if_asked`, in a role that runs a user's code: a
+    role that this code starts has another parent, and would end at once. The kernel's signal
+    stays, also where the process runs another program in its place.
+    """
+    for name in (DIE_WITH_PARENT, PARENT_PID):
+        env.pop(name, None)

@@ -172,7 +172,8 @@ def worker_config(
     Readers ignore a rank in the environment; a worker without one takes that of `job_place`.
     """
     env = os.environ if env is None else env
-    if arguments.get("role") in ROLES[1:] and arguments.get("rank") is None:
+    role = arguments.get("role") or env.get("PUSHPULL_ROLE")
+    if role in ROLES[1:] and arguments.get("rank") is None:
         env = {name: value for name, value in env.items() if name != "PUSHPULL_RANK"}
     place = job_place(arguments, env)
     if place is not None:

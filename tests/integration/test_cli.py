@@ -51,6 +51,26 @@ with ps.connect() as client:
 """
 
 
+STARTS_A_READER = """
+import subprocess
+import sys
+import ps_worker as ps
+
+with ps.connect() as client:
+    table = client.create_table("t", 4, optimizer=ps.SGD(lr=1.0))
+    client.push_pull(table, [1.0] * 4)
+    reader = (sys.executable, "-m", "ps_cli", "worker", "--role", "reader", "reads.py")
+    print("the reader ended with", subprocess.run(reader).returncode, flush=True)
+"""
+
+READS = """
+import ps_worker as ps
+
+with ps.connect() as reader:
+    print("the reader has", reader.pull(reader.table("t")).tolist(), flush=True)
+"""
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[[str], str]:
     def write(program: str) -> str:
@@ -104,6 +124,16 @@ def test_each_worker_has_gpus_of_its_own(tmp_path: Path, script: Callable[[str],
     assert "4 GPUs: 2 for each of 2 workers" in tool.text
     assert "[worker 0] has 5,3" in tool.text
     assert "[worker 1] has 1,0" in tool.text
+
+
+@pytest.mark.slow
+def test_a_script_starts_a_role_itself(tmp_path: Path, script: Callable[[str], str]) -> None:
+    """It is the script's child, and need not end with the tool that has started the script."""
+    (tmp_path / "reads.py").write_text(READS)
+    with Tool("train", script(STARTS_A_READER), "-w", "1", cwd=tmp_path, is_warm=True) as tool:
+        assert tool.end(START_DEADLINE_S) == 0, tool.text
+    assert "[worker 0] the reader has [-1.0, -1.0, -1.0, -1.0]" in tool.text
+    assert "[worker 0] the reader ended with 0" in tool.text
 
 
 @pytest.mark.slow

@@ -107,6 +107,24 @@ def test_a_role_whose_starter_is_already_gone_ends_at_once() -> None:
         assert orphan.stdout.read() == ""
 
 
+def test_a_process_that_forgot_its_parent_still_ends_with_it_and_binds_no_child() -> None:
+    forgets = CHILD.replace(
+        "print", "from ps_runtime.system.process_end import forget_parent\n"
+        "forget_parent(os.environ)\n"
+        "assert not [name for name in os.environ if 'PARENT' in name]\nprint", 1
+    )  # fmt: skip
+    with started(PARENT, forgets, PUSHPULL_DIE_WITH_PARENT="1") as parent:
+        assert parent.stdout is not None
+        pid, word = parent.stdout.readline().split()
+        assert word == "bound"
+        child = os.pidfd_open(int(pid))
+        try:
+            parent.kill()
+            assert select.select([child], [], [], DEADLINE_S)[0] == [child]
+        finally:
+            os.close(child)
+
+
 def test_only_0_and_1_are_understood() -> None:
     for wanted in ({}, {"PUSHPULL_DIE_WITH_PARENT": "0"}, {"PUSHPULL_DIE_WITH_PARENT": ""}):
         die_with_parent_if_asked(wanted)

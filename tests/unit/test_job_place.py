@@ -92,6 +92,7 @@ def test_variables_that_disagree_are_refused_with_the_remedy(
         ({"rank": 0}, {"RANK": "x", "WORLD_SIZE": "y"}, 0, 0),  # not even looked at
         ({"role": "reader"}, SRUN, None, 0),
         ({}, SRUN | {"PUSHPULL_ROLE": "reader"}, None, 0),
+        ({}, {"PUSHPULL_ROLE": "reader", "PUSHPULL_RANK": "3"}, None, 0),  # of a worker around it
     ],
 )
 def test_what_is_said_to_pushpull_goes_before_the_job(
