@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -154,19 +155,38 @@ def bench(name: str, settings: BenchSettings, json_path: str) -> None:
     standard output, and the table goes to standard error.
 
     Raises:
-        InvalidConfig: there is no such benchmark, or no folder for the file.
+        InvalidConfig: there is no such benchmark, or the file cannot be written; if that is seen
+            only at the end, the document is on standard output.
         Internal: the benchmark has found a fault; its table and its document are written.
     """
     find(name)
-    if json_path not in ("", STANDARD_OUTPUT) and not Path(json_path).absolute().parent.is_dir():
-        raise InvalidConfig(f"--json is '{json_path}'; expected a file in a folder that exists")
+    path = Path(json_path)
+    if json_path not in ("", STANDARD_OUTPUT):
+        with _writing(path):
+            is_new = not path.exists()
+            path.open("ab").close()
+            if is_new:
+                path.unlink()
     console = Console(stderr=json_path == STANDARD_OUTPUT, highlight=False)
     document = run(name, settings, console)
     text = json.dumps(document, indent=2)
     if json_path == STANDARD_OUTPUT:
         print(text)
     elif json_path:
-        Path(json_path).write_text(text + "\n", encoding="utf-8")
+        try:
+            with _writing(path):
+                path.write_text(text + "\n", encoding="utf-8")
+        except InvalidConfig:
+            print(text)
+            raise
     fault = _chosen(name, settings).fault(document)
     if fault:
         raise Internal(fault)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InvalidConfig(f"--json: {path} cannot be written: {error.strerror}") from error

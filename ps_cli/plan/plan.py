@@ -8,6 +8,7 @@ from pathlib import Path
 import ps_worker
 from ps_cli.compare.modes import modes_of
 from ps_cli.console.output import Output
+from ps_cli.console.tensor_file import check_writable, replaced
 from ps_cli.plan.cluster import PlannedCluster
 from ps_cli.plan.costs import REFERENCE, Costs, costs_of
 from ps_cli.plan.options import MEASURED_BYTES, PlanOptions
@@ -28,14 +29,21 @@ def plan(options: PlanOptions, output: Output) -> int:
         The exit code, 0.
 
     Raises:
-        InvalidConfig: an option is wrong, or a file cannot be read or written.
+        InvalidConfig: an option is wrong, or a file cannot be read or written. What was measured
+            is on standard output then.
     """
+    for path in filter(None, (options.measure, options.report)):
+        check_writable(path)
     if options.measure is not None:
         # Imported here, because a plan alone starts without what benchmarks need.
         from ps_cli.bench.measurements.step_costs import step_costs
 
         text = json.dumps(step_costs(MEASURED_BYTES, output.say), indent=1) + "\n"
-        _write(options.measure, text)
+        try:
+            _write(options.measure, text)
+        except InvalidConfig:
+            output.say(text)
+            raise
         return 0
     costs = costs_from(options)
     if options.check:
@@ -57,10 +65,8 @@ def plan(options: PlanOptions, output: Output) -> int:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidConfig(f"{path} cannot be written: {error}") from error
+    with replaced(path) as file:
+        file.write(text.encode())
 
 
 def cluster_of(options: PlanOptions) -> PlannedCluster:

@@ -162,3 +162,15 @@ def test_what_is_wrong_is_said_with_what_was_expected(
     found = plan(*arguments)
     assert found.exit_code == 2
     assert message in found.output
+
+
+@pytest.mark.parametrize("option", ["--measure", "--report"])
+def test_a_file_that_cannot_be_written_is_refused_first(option: str, tmp_path: Path) -> None:
+    """Before minutes are spent on what is to be in it; an earlier file stays."""
+    for path, reason in (
+        (tmp_path / "absent" / "file", "No such file or directory"),
+        (tmp_path, "Is a directory"),
+    ):
+        found = plan(*ASKED, option, str(path))
+        assert found.exit_code == 2
+        assert found.output == f"pushpull: {path} cannot be written: {reason}\n"
