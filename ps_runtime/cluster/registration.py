@@ -17,6 +17,7 @@ from ps_runtime.grpc.errors import from_rpc_error
 from ps_runtime.grpc.retry import Backoff, is_retryable
 from ps_runtime.observe import logs
 from ps_runtime.system import clock
+from ps_runtime.system.executors import in_thread
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 
 AnswerT = TypeVar("AnswerT")
@@ -123,7 +124,7 @@ async def register_once(
     """Make one attempt to register, with a proof that this process knows the join secret. Raises
     InvalidConfig if that cannot be read, or is none; the refusal of the scheduler; or no answer.
     """
-    secret = await asyncio.to_thread(join_secret.found)
+    secret = await in_thread(join_secret.found)
     while True:
         challenge = await _challenge(stub, timeout_s)
         join_secret.set_proof(request, secret, challenge)

@@ -41,6 +41,7 @@ from ps_runtime.grpc.errors import from_rpc_error
 from ps_runtime.grpc.retry import Backoff, is_retryable
 from ps_runtime.observe import logs
 from ps_runtime.system import clock
+from ps_runtime.system.executors import in_thread
 from pushpull.v1 import scheduler_pb2, types_pb2
 
 FAREWELL_DEADLINE_S = 5.0
@@ -467,4 +468,4 @@ async def _read(message: types_pb2.ClusterView, before: ClusterView | None) -> C
 
     if message.ByteSize() <= limits.MESSAGE_OVERHEAD_BYTES:
         return read()
-    return await asyncio.to_thread(read)
+    return await in_thread(read)

@@ -66,7 +66,8 @@ class StreamPort:
         host, _ = split_address(self._node.address, "address")
         try:
             return await StreamChannel.connect(host, port, min(deadline_s, _CONNECT_S))
-        except OSError as error:
+        # At the end of the interpreter asyncio resolves no names.
+        except (OSError, RuntimeError) as error:
             self.refuse(f"it cannot be reached: {error!r}")
             return None
 

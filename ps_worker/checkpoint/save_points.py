@@ -49,6 +49,7 @@ from ps_core.keys import TableId
 from ps_core.manifest import PartReport, ReportedTable
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
+from ps_runtime.system.executors import submitted
 from ps_runtime.system.future_waits import result_of
 from ps_worker.steps.steps import TableHandle
 
@@ -557,13 +558,11 @@ class SavePoints:
             self._written(checkpoint, write, tables)
 
     def _submitted(self, work: Callable[[], None]) -> Future[None] | None:
-        """The work on a thread; None at the end of the interpreter, where none starts any more."""
-        try:
-            writing = self._threads.submit(work)
-        except RuntimeError:
-            return None
-        self._writing.add(writing)
-        writing.add_done_callback(self._writing.discard)
+        """As `ps_runtime.system.executors.submitted`."""
+        writing = submitted(self._threads, work)
+        if writing is not None:
+            self._writing.add(writing)
+            writing.add_done_callback(self._writing.discard)
         return writing
 
     def _written(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import ps_worker as ps
+from ps_core.cluster_view import NodeState, Role
 from tests.integration.command_line import ROOT, environment
 
 pytestmark = pytest.mark.slow
@@ -39,6 +40,44 @@ with ps.local_cluster(checkpoint_url=sys.argv[1]) as cluster:
 print("done")
 """
 )
+
+ENDS_WITH_A_VIEW = """
+import atexit, queue, sys
+import pushpull as ps
+
+client = ps.connect(sys.argv[1], world_size=2)
+heard = queue.SimpleQueue()  # views, and the client's end
+client.engine.watch(heard.put, heard.put)
+
+def wait_for_a_view():
+    known = client.engine.view.view_number
+    print("ends", flush=True)
+    while getattr(heard.get(), "view_number", known + 1) <= known:
+        pass
+
+atexit.register(wait_for_a_view)  # runs before the client leaves, and after all threads have ended
+"""
+
+NO_THREADS = """
+import asyncio, atexit, threading
+from ps_core.cluster_view import Node, NodeState, Role
+from ps_runtime.http2.stream_port import StreamPort
+from ps_runtime.system.executors import in_thread
+
+def is_caller() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+async def work() -> None:
+    print(await in_thread(is_caller))
+
+async def resolve() -> None:
+    server = Node(1, 1, Role.SERVER, 0, "localhost:7", NodeState.ALIVE)
+    print(await StreamPort(server).connect(7, 5.0))
+
+atexit.register(lambda: asyncio.run(resolve()))
+atexit.register(lambda: asyncio.run(work()))
+asyncio.run(work())
+"""
 
 OF_ANOTHER = TRAINS + "client = train(sys.argv[1])\nprint('done')\n"
 
@@ -71,3 +110,31 @@ def test_a_worker_with_a_state_leaves_at_the_end_of_its_script(tmp_path: Path) -
         with ps.connect(cluster.address, role="operator") as operator:
             made = operator.checkpoint().wait()
     assert list(Path(made.url).parent.rglob("*worker*")), sorted(tmp_path.rglob("*"))
+
+
+def test_a_large_view_that_comes_at_the_end_of_a_script_is_no_reason_to_fail() -> None:
+    """A thread would read it, and none starts any more."""
+    with ps.local_cluster(workers=2) as cluster:
+        other = ps.connect(cluster.address, world_size=2, rank=1)
+        many = [(f"layer.{number}.of.a.network.with.a.long.name", (1,)) for number in range(2000)]
+        other.create_table("many", many, optimizer=ps.SGD(lr=1.0), consistency=ps.ASP())
+        command = [sys.executable, "-c", ENDS_WITH_A_VIEW, cluster.address]
+        with subprocess.Popen(
+            command, cwd=ROOT, env=environment(),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        ) as script:  # fmt: skip
+            assert script.stdout is not None
+            assert script.stdout.readline() == "ends\n"
+            other.close()
+            _, said = script.communicate(timeout=DEADLINE_S)
+        assert (script.returncode, said) == (0, "")
+        with ps.connect(cluster.address, role="operator") as operator:
+            workers = [n for n in operator.engine.view.nodes if n.role is Role.WORKER]
+    assert [worker.state for worker in workers] == [NodeState.LEFT] * 2
+
+
+def test_where_no_thread_takes_work_the_caller_does_it_and_names_are_not_resolved() -> None:
+    code, output, said = ran(NO_THREADS, "")
+    assert (code, output) == (0, "False\nTrue\nNone\n")
+    assert "Traceback" not in said
+    assert "stream_port_not_used" in said
