@@ -33,6 +33,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +45,7 @@ from ps_core.errors import Internal, PushpullError, Recovering, WaitExpired, che
 from ps_core.sequence_locks import Shared
 from ps_runtime.grpc.errors import error_from_proto
 from ps_runtime.system.capacity import usable_core_count
+from ps_runtime.system.executors import submitted
 from ps_runtime.system.shared_memory import Bytes, SharedSegment, allocate, map_segment, receive
 from pushpull.v1 import parameters_pb2
 
@@ -484,12 +486,14 @@ class Copiers:
         self._threads: ThreadPoolExecutor | None = None
 
     def begin(self, shared: Sequence[Shared]) -> Future[list[bool]] | None:
-        """Begin `sequence_locks.copied`; None: the caller copies, as it is not worth a thread."""
+        """Begin `sequence_locks.copied`; None: the caller copies, because a thread is not worth
+        it, or takes no work at the end of the interpreter.
+        """
         if not self._count or sum(each.target.nbytes for each in shared) < self._least_bytes:
             return None
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._count, "pushpull-copier")
-        return self._threads.submit(sequence_locks.copied, shared)
+        return submitted(self._threads, partial(sequence_locks.copied, shared))
 
     def close(self) -> None:
         """End the threads, when they have copied what was begun; a later copy makes new ones."""

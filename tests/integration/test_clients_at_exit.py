@@ -79,6 +79,19 @@ atexit.register(lambda: asyncio.run(work()))
 asyncio.run(work())
 """
 
+COPIES = """
+import atexit
+import numpy as np
+from ps_core.sequence_locks import Shared
+from ps_worker.transport.lane import Copiers
+
+copiers = Copiers(2, least_bytes=0)
+values, target = np.arange(9, dtype=np.uint8), np.zeros(9, np.uint8)
+shared = [Shared(values, target, np.array([2], np.uint64), 0, 2)]
+print(copiers.begin(shared).result())
+atexit.register(lambda: print(copiers.begin(shared)))
+"""
+
 OF_ANOTHER = TRAINS + "client = train(sys.argv[1])\nprint('done')\n"
 
 
@@ -138,3 +151,7 @@ def test_where_no_thread_takes_work_the_caller_does_it_and_names_are_not_resolve
     assert (code, output) == (0, "False\nTrue\nNone\n")
     assert "Traceback" not in said
     assert "stream_port_not_used" in said
+
+
+def test_the_caller_copies_out_of_shared_memory_where_no_thread_does() -> None:
+    assert ran(COPIES, "") == (0, "[True]\nNone\n", "")
