@@ -108,6 +108,9 @@ def _close(failed_by: str) -> bool:
     except PushpullError as error:
         sys.stderr.write(f"pushpull worker: the end was not committed: {error.message}\n")
         return False
+    except OSError as error:
+        sys.stderr.write(f"pushpull worker: the record or the port failed at the end: {error}\n")
+        return False
     except (KeyboardInterrupt, SystemExit):
         return False
     return True

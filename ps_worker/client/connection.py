@@ -8,6 +8,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
@@ -51,11 +52,30 @@ class ClientConnection:
         self.waited_s = 0.0
         self.loop = background()
         self._pid = os.getpid()
-        starting = self.loop.start(Engine.start(config, self.loop.post))
-        self.engine = self.result(starting, config.connect_deadline_s + GRACE_S)
-        directory = "" if self.is_reader else config.record
-        self.record = StepRecord(directory, self.engine.session.rank, self.engine.world_size)
-        self.http_address = PORT.open(config.http_listen) if config.http_listen else ""
+        self.engine: Engine
+        self._has_engine = False
+        self.record = StepRecord("", 0, 0)
+        try:
+            self.asked(self._start(), config.connect_deadline_s)
+            if config.record and not self.is_reader:
+                rank, world_size = self.engine.session.rank, self.engine.world_size
+                self.record = StepRecord(config.record, rank, world_size)
+            self.http_address = PORT.open(config.http_listen) if config.http_listen else ""
+        except BaseException as failure:
+            # Others would wait for a worker that nobody can use, and its rank would be taken.
+            with contextlib.suppress(OSError):  # TimeoutError is one
+                result_of(self.loop.start(self._undo(type(failure).__name__)), STOPPED_WITHIN_S)
+                self.record.close(0, 0)
+            raise
+
+    async def _start(self) -> None:
+        self.engine = await Engine.start(self.config, self.loop.post)
+        self._has_engine = True
+
+    async def _undo(self, reason: str) -> None:
+        """End the engine, if it has started, in the middle of the work."""
+        if self._has_engine:
+            await (self.engine.stop if self.is_reader else self.engine.abandon)(reason)
 
     @property
     def is_reader(self) -> bool:
@@ -151,13 +171,16 @@ class ClientConnection:
         )
 
     def end(self, stopping: Coroutine[Any, Any, None]) -> None:
-        """End the session by the engine's `stop` or `abandon`, in `STOPPED_WITHIN_S` at most."""
+        """End the session by the engine's `stop` or `abandon`, in `STOPPED_WITHIN_S` at most, also
+        if the record or the port fails: that is raised afterwards.
+        """
         self.is_closed = True
         counters = self.engine.counters
-        self.record.close(counters.pushed_bytes, counters.pulled_bytes)
-        if self.http_address:
-            PORT.close()
-        self.result(self.loop.start(stopping), STOPPED_WITHIN_S)
+        with contextlib.ExitStack() as ends:
+            ends.callback(lambda: self.result(self.loop.start(stopping), STOPPED_WITHIN_S))
+            if self.http_address:
+                ends.callback(PORT.close)
+            self.record.close(counters.pushed_bytes, counters.pulled_bytes)
 
 
 def lost_server(view: ClusterView, links: ServerLinks, patience_s: float) -> str:

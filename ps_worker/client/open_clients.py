@@ -11,7 +11,6 @@ import weakref
 from typing import TYPE_CHECKING, Protocol
 
 from ps_core.cluster_view import Role
-from ps_core.errors import PushpullError
 from ps_runtime.observe import logs
 from ps_worker.transport.loop import stop_background
 from ps_worker.transport.metrics import MEASURES, NODE_MEASURES
@@ -72,11 +71,11 @@ def close_all(failed_by: str = "") -> None:
 
     Blocking, Raises: as `Client.leave`; the first failure is raised when all are closed.
     """
-    failures: list[PushpullError] = []
+    failures: list[Exception] = []
     for client in list(OPEN):
         try:
             client.abandon(failed_by) if failed_by else client.close()
-        except PushpullError as failure:
+        except Exception as failure:  # noqa: BLE001 - raised when the others have left
             failures.append(failure)
     if failures:
         raise failures[0]
@@ -94,7 +93,7 @@ def _at_exit() -> None:
                 client.abandon(type(last).__name__)
             else:
                 client.close(leave=client not in _STRANDED)
-        except PushpullError as failure:
+        except Exception as failure:  # noqa: BLE001 - the others still have to leave
             logs.error("leave_failed", error=failure)
     stop_background()
 

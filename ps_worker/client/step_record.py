@@ -75,11 +75,11 @@ class StepRecord:
             Path(directory).mkdir(parents=True, exist_ok=True)
             path = Path(directory) / f"worker-{rank}.jsonl"
             self._file = path.open("w", encoding="utf-8", buffering=1)
+            self._write("start", rank=rank, worker_count=worker_count, began_s=self._began_s)
         except OSError as error:
             raise InvalidConfig(
                 f"record is '{directory}', where nothing can be written: {error.strerror}"
             ) from error
-        self._write("start", rank=rank, worker_count=worker_count, began_s=self._began_s)
 
     @property
     def is_on(self) -> bool:
@@ -120,11 +120,13 @@ class StepRecord:
     def close(self, pushed_bytes: int, pulled_bytes: int) -> None:
         with self._lock:
             if self._file is not None:
-                self._flush()
-                byte_counts = {"pushed_bytes": pushed_bytes, "pulled_bytes": pulled_bytes}
-                self._write("end", t_s=self._now_s(), **byte_counts)
-                self._file.close()
-                self._file = None
+                try:
+                    self._flush()
+                    byte_counts = {"pushed_bytes": pushed_bytes, "pulled_bytes": pulled_bytes}
+                    self._write("end", t_s=self._now_s(), **byte_counts)
+                finally:
+                    file, self._file = self._file, None
+                    file.close()
 
     def _now_s(self) -> float:
         return now_s() - self._began_s

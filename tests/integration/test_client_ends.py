@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import ps_worker as ps
+from ps_core.cluster_view import NodeState, Role
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +57,23 @@ def ones(value: float = 1.0) -> npt.NDArray[np.float32]:
 
 def values_of(client: ps.Client, handle: ps.TableHandle, **options: Any) -> npt.NDArray[Any]:
     return np.asarray(client.pull(handle, **options))
+
+
+def test_a_worker_without_its_record_is_not_in_the_cluster_nor_kept_in_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "worker-0.jsonl")
+    reads = os.open(tmp_path / "worker-0.jsonl", os.O_RDONLY | os.O_NONBLOCK)
+    with ps.local_cluster() as cluster:
+        with pytest.raises(ps.InvalidConfig, match="nothing can be written"):
+            worker(cluster, record=str(tmp_path / "file" / "below"))
+        second = worker(cluster, record=str(tmp_path))
+        assert second.rank == 0
+        os.close(reads)
+        with pytest.raises(BrokenPipeError):
+            second.close()
+        with ps.connect(cluster.address, role="operator") as operator:
+            workers = [n for n in operator.engine.view.nodes if n.role is Role.WORKER]
+            assert {each.state for each in workers} <= {NodeState.LEFT, NodeState.GONE}
 
 
 # --- leaving
