@@ -84,6 +84,8 @@ class ServerCalls:
         self._stream_port = StreamPort(node)
         self._streams: StreamChannel | None = None
         self._port = 0
+        self._using = asyncio.Lock()  # sessions that are opened at once share a connection
+        self._is_closed = False
         # No serializers: the outbox writes messages around payloads, and pulls copy none.
         self._push_pull: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
             f"{_SERVICE}PushPull", request_serializer=None, response_deserializer=None
@@ -99,13 +101,22 @@ class ServerCalls:
         deadline_s: float,
     ) -> None:
         """Use the stream port in the response to an OpenSession, if it can be reached."""
+        async with self._using:
+            port = response.stream_port
+            if self._streams is not None and self._streams.is_open and port == self._port:
+                return
+            self._drop_streams()
+            if port and not self._is_closed:
+                self._port = port
+                await self._connect(request, response, deadline_s)
+
+    async def _connect(
+        self,
+        request: parameters_pb2.OpenSessionRequest,
+        response: parameters_pb2.OpenSessionResponse,
+        deadline_s: float,
+    ) -> None:
         port = response.stream_port
-        if self._streams is not None and self._streams.is_open and port == self._port:
-            return
-        self.close()
-        if not port:
-            return
-        self._port = port
         streams = await self._stream_port.connect(port, deadline_s)
         if streams is None:
             return
@@ -121,11 +132,11 @@ class ServerCalls:
             self._stream_port.refuse("the process that answers there is not a server")
         else:
             named = (there.cluster_id, there.node_id, there.incarnation)
-            if named == (response.cluster_id, response.node_id, response.incarnation):
+            if named != (response.cluster_id, response.node_id, response.incarnation):
+                self._stream_port.refuse(f"server {there.node_id} answers there")
+            elif not self._is_closed:
                 self._streams = streams
                 self._stream_port.confirm()
-            else:
-                self._stream_port.refuse(f"server {there.node_id} answers there")
         finally:  # also if this client is closed meanwhile
             if self._streams is not streams:
                 streams.close()
@@ -145,6 +156,11 @@ class ServerCalls:
         return GrpcioCall(self._pull(raw, timeout=timeout_s))
 
     def close(self) -> None:
+        """End the connection, and one that is being made."""
+        self._is_closed = True
+        self._drop_streams()
+
+    def _drop_streams(self) -> None:
         if self._streams is not None:
             self._streams.close()
             self._streams = None
