@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-from ps_core import limits
 from ps_core.cluster_view import ClusterView, Session
 from ps_core.collective_calls import WAITS_FOR, Round, Share
 from ps_core.errors import Draining, Fenced, WaitExpired
@@ -44,9 +43,9 @@ class CollectiveWaits:
         self._changed = asyncio.Event()
 
     async def enter(
-        self, session: Session, request: parameters_pb2.EnterCollectiveRequest
+        self, session: Session, request: parameters_pb2.EnterCollectiveRequest, timeout_s: float
     ) -> parameters_pb2.EnterCollectiveResponse:
-        """Take a worker's share, and wait for the round that it is in.
+        """Take a worker's share, and wait for the round that it is in, up to `timeout_s`.
 
         Raises:
             StaleAssignment: collective calls meet elsewhere.
@@ -66,9 +65,8 @@ class CollectiveWaits:
         self._wake()
         if share is None:
             return parameters_pb2.EnterCollectiveResponse()
-        deadline_s = request.deadline_ms / 1000 or limits.DEFAULT_PULL_DEADLINE_S
         try:
-            async with asyncio.timeout(min(deadline_s, limits.MAX_DEADLINE_S)):
+            async with asyncio.timeout(timeout_s):
                 ended = await self._answer(session, request.ended_round, assignment_epoch)
         except TimeoutError:
             raise WaitExpired(f"{WAITS_FOR} {machine.missing()}") from None

@@ -172,8 +172,11 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         self, request: parameters_pb2.EnterCollectiveRequest, context: Any
     ) -> parameters_pb2.EnterCollectiveResponse:
         session = self._node.sessions.admit(request.session, "EnterCollective")
-        await self._view_at_least(request.view_number, limits.DEFAULT_SESSION_DEADLINE_S)
-        return await self._node.collectives.enter(session, request)
+        given_s = request.deadline_ms / 1000 or limits.DEFAULT_PULL_DEADLINE_S
+        end_s = self._node.now() + min(given_s, limits.MAX_DEADLINE_S)
+        for_view_s = min(given_s, limits.DEFAULT_SESSION_DEADLINE_S)
+        await self._view_at_least(request.view_number, for_view_s)
+        return await self._node.collectives.enter(session, request, end_s - self._node.now())
 
     # --- push streams
 

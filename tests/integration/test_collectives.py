@@ -18,6 +18,7 @@ import ps_worker as ps
 from ps_core import limits
 from ps_core.cluster_view import ClusterView
 from ps_core.collective_calls import host_of
+from pushpull.v1 import parameters_pb2
 from tests.integration.lane_cluster import LaneCluster, Served, lane_cluster, until
 from tests.integration.replicated_cluster import (
     DEADLINE_S,
@@ -74,6 +75,22 @@ def test_numbers_tensors_and_dicts_are_reduced_the_same_at_each(clients: list[ps
         assert found["loss"] == 0.0 + 0.1 + 0.2
         assert found["by class"].tolist() == [0, 3, 6]
         assert mean == 1.0
+
+
+def test_a_host_at_an_older_view_says_so_within_the_requests_deadline(
+    clients: list[ps.Client],
+) -> None:
+    connection = clients[0].connection
+    view = connection.engine.view
+    host = host_of(view)
+    link = connection.engine.links.find(host.server) if host is not None else None
+    assert link is not None
+    ahead = parameters_pb2.EnterCollectiveRequest(view_number=view.view_number + 9, deadline_ms=300)
+    asking = link.enter_collective(ahead, limits.DEFAULT_SESSION_DEADLINE_S / 2)
+    failure = error_of(lambda: connection.asked(asking, DEADLINE_S))
+    assert isinstance(failure, ps.WaitExpired)
+    assert f"for view {view.view_number + 9} of the cluster" in failure.message
+    assert f"the view is {view.view_number}," in failure.message
 
 
 def test_a_tensor_that_requires_a_gradient_is_reduced_without_it(clients: list[ps.Client]) -> None:
