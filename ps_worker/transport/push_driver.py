@@ -195,9 +195,9 @@ class PushDriver:
         self._pump_soon()
 
     def stream_closed(self, server: NodeId) -> None:
-        self._window.disconnected(server)
-        if self._futures and self._failure is None:
-            MEASURES.resent_entries.labels(Recovering.code).inc()
+        lost_count = self._window.disconnected(server)
+        if lost_count and self._failure is None:
+            MEASURES.resent_entries.labels(Recovering.code).inc(lost_count)
 
     def replies(self, server: NodeId, response: parameters_pb2.PushResponse) -> None:
         came_s = now_s()

@@ -445,15 +445,21 @@ class PushWindow:
         self._connected.add(server)
         self._let_go()
 
-    def disconnected(self, server: NodeId) -> None:
-        """The stream broke: its entries without an outcome are sent again; RECEIVED is volatile."""
+    def disconnected(self, server: NodeId) -> int:
+        """The stream broke: its entries without an outcome are sent again; RECEIVED is volatile.
+        Returns their number.
+        """
         self._connected.discard(server)
         for place in [place for place in self._blocked if place[0] == server]:
             del self._blocked[place]
-        for entry in list(self._open()):
-            is_there = self._owner.get(entry.key.range_id) == server
-            if is_there and entry.state in (_SENT, _RECEIVED):
-                self._requeue(entry)
+        lost = [
+            entry
+            for entry in self._open()
+            if self._owner.get(entry.key.range_id) == server and entry.state in (_SENT, _RECEIVED)
+        ]
+        for entry in lost:
+            self._requeue(entry)
+        return len(lost)
 
     def reply(self, server: NodeId, reply: Reply, now_s: float) -> list[Effect]:
         """Take a server's reply. For an entry that is queued again, or whose range has moved, only

@@ -17,6 +17,7 @@ from ps_core.errors import (
     InvalidTensor,
     NotPermitted,
     PushpullError,
+    Recovering,
     TableFull,
     Unauthenticated,
 )
@@ -25,7 +26,7 @@ from ps_core.tables.elements import Codec, DType
 from ps_worker.steps.counters import Counters
 from ps_worker.steps.steps import PushBody, StepFuture, StepResult
 from ps_worker.transport.links import ServerLinks
-from ps_worker.transport.metrics import MEASURES
+from ps_worker.transport.metrics import MEASURES, REGISTRY
 from ps_worker.transport.push_driver import PushDriver
 from ps_worker.window.push_window import POLLED_COUNT, StepTerms
 from pushpull.v1 import parameters_pb2, types_pb2
@@ -181,6 +182,25 @@ def driven(scene: Callable[[Driven], Awaitable[None]]) -> None:
             on.driver.fail(PushpullError("the end"))
 
     asyncio.run(main())
+
+
+def resent_count() -> float:
+    labels = {"code": Recovering.code}
+    return REGISTRY.get_sample_value("pushpull_worker_resent_entries_total", labels) or 0.0
+
+
+def test_entries_that_a_broken_stream_has_lost_are_counted_each() -> None:
+    async def scene(on: Driven) -> None:
+        on.open()
+        on.push(0, 1, 2)
+        await on.sent_count(3)
+        before = resent_count()
+        on.driver.stream_closed(ONE)
+        assert resent_count() == before + 3
+        on.driver.stream_closed(ONE)  # another, which came to nothing
+        assert resent_count() == before + 3
+
+    driven(scene)
 
 
 def error_of(code: int, words: str) -> types_pb2.Error:
