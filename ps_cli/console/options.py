@@ -153,7 +153,6 @@ class ClusterOptions:
         float,
         typer.Option(
             min=1.0,
-            envvar="PUSHPULL_CHECKPOINT_LAST_S",
             help="Seconds that the last checkpoint may take, before the roles are stopped. A step "
             "may have to end first; a second signal cuts it short.",
         ),

@@ -18,7 +18,7 @@ from typing import Any, Self, Unpack
 
 from ps_core.errors import InvalidConfig, PushpullError, Recovering, WaitExpired
 from ps_runtime.cluster import join_secret
-from ps_runtime.launch.cluster_shape import ClusterShape, checkpoints_of
+from ps_runtime.launch.cluster_shape import ClusterShape, UpdateLogPlan, checkpoints_of
 from ps_runtime.launch.launcher import (
     CHECKPOINT_GRACE_S,
     READY_DEADLINE_S,
@@ -265,7 +265,8 @@ class _RoleActor:
 
         os.environ[join_secret.SECRET] = secret
         host = ray.util.get_node_ip_address()
-        shape = replace(shape, listen=f"{host}:0", server_listen=f"{host}:0")
+        log = UpdateLogPlan(os.environ.get("PUSHPULL_UPDATE_LOG", ""))  # of this node
+        shape = replace(shape, listen=f"{host}:0", server_listen=f"{host}:0", update_log=log)
         self._launcher = Launcher(on_line=print_line, on_exit=_end_with)
         if index is None:
             address = start_scheduler(self._launcher, shape).address
