@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Iterable
+from typing import Any
 
 from ps_core.errors import InvalidConfig
 from ps_runtime.observe import logs
 
 MAX_PORT = 65_535
+
+_BACKLOG = 100
+"""Connections that wait to be accepted, as asyncio's own default."""
 
 _OTHER_FORMS = ("dns:", "unix:", "unix-abstract:", "ipv4:", "ipv6:", "vsock:")
 
@@ -53,14 +58,15 @@ def advertised(advertise: str | None, listen_host: str, port: int) -> str:
     """The address at which others reach a server that listens on `listen_host` and `port`.
 
     `advertise` is "host:port", or "host" or "host:0" for the bound port. None derives the host from
-    `listen_host`; if that is a wildcard, the address of this machine's name is taken. Blocking: may
-    resolve that name.
+    `listen_host`; if that is a wildcard, an address of this machine's name is taken, which for "::"
+    may be one of IPv6. Blocking: may resolve that name.
 
     Raises:
         InvalidConfig: `advertise` is malformed or a wildcard.
     """
     if not advertise:
-        return join_address(_own_host() if _is_wildcard(listen_host) else listen_host, port)
+        host = _own_host(listen_host) if _is_wildcard(listen_host) else listen_host
+        return join_address(host, port)
     text = advertise if advertise.endswith("]") or ":" not in advertise else None
     host, given = split_address(f"{text}:0" if text else advertise, "advertise")
     if _is_wildcard(host):
@@ -75,12 +81,39 @@ def _is_wildcard(host: str) -> bool:
         return False
 
 
-def _own_host() -> str:
-    name = socket.gethostname()
+def listening(host: str, port: int) -> dict[str, Any]:
+    """The arguments with which asyncio listens at a host and port: "::" takes IPv4 too, as gRPC's
+    port does. Raises OSError.
+    """
+    if not (_is_wildcard(host) and ":" in host and socket.has_dualstack_ipv6()):
+        return {"host": host, "port": port}
+    both = socket.create_server(
+        (host, port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG
+    )
+    return {"sock": both}
+
+
+def reachable(addresses: Iterable[str]) -> str:
+    """The address of a machine that others most likely reach: not loopback, nor of one link alone;
+    of IPv4 if there is one.
+    """
+
+    def rank(address: str) -> tuple[bool, bool, int]:
+        found = ipaddress.ip_address(address)
+        return found.version == 6 and found.is_link_local, found.is_loopback, found.version
+
+    return min(addresses, key=rank, default="127.0.0.1")
+
+
+def _own_host(wildcard: str) -> str:
+    family = socket.AF_UNSPEC if ":" in wildcard else socket.AF_INET
     try:
-        host = socket.gethostbyname(name)
-    except OSError:
-        host = "127.0.0.1"
+        found = socket.getaddrinfo(
+            socket.gethostname(), None, family=family, type=socket.SOCK_STREAM
+        )
+    except (OSError, UnicodeError):
+        found = []
+    host = reachable(str(place[4][0]) for place in found)
     if ipaddress.ip_address(host).is_loopback:
         logs.warning("advertised_address_is_loopback", host=host, remedy="give --advertise")
     return host

@@ -19,7 +19,7 @@ from ps_core.limits import (
     MAX_HTTP_CONNECTION_COUNT,
     MAX_HTTP_REQUEST_BYTES,
 )
-from ps_runtime.grpc.addresses import join_address, split_address
+from ps_runtime.grpc.addresses import join_address, listening, split_address
 from ps_runtime.observe import logs
 
 _TEXT = "text/plain; charset=utf-8"
@@ -55,9 +55,9 @@ class HttpEndpoint:
         host, port = split_address(listen, "http_listen")
         try:
             self._server = await asyncio.start_server(
-                self._accept, host, port, limit=MAX_HTTP_REQUEST_BYTES
+                self._accept, limit=MAX_HTTP_REQUEST_BYTES, **listening(host, port)
             )
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise InvalidConfig(
                 f"http_listen is '{listen}', which cannot be bound: {error}"
             ) from error

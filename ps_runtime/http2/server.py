@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.limits import MAX_MESSAGE_BYTES, MAX_STREAM_CONNECTION_COUNT
-from ps_runtime.grpc.addresses import split_address
+from ps_runtime.grpc.addresses import listening, split_address
 from ps_runtime.grpc.errors import abort
 from ps_runtime.http2.protocol import grpc_fields
 from ps_runtime.http2.protocol.bounds import Bounds
@@ -67,8 +67,8 @@ class StreamServer:
         host, port = split_address(listen, "stream_listen")
         loop = asyncio.get_running_loop()
         try:
-            server._server = await loop.create_server(server._connected, host, port)
-        except OSError as error:
+            server._server = await loop.create_server(server._connected, **listening(host, port))
+        except (OSError, UnicodeError) as error:
             raise InvalidConfig(
                 f"stream_listen is '{listen}', which cannot be bound: {error}"
             ) from error

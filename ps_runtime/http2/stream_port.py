@@ -67,7 +67,7 @@ class StreamPort:
         try:
             return await StreamChannel.connect(host, port, min(deadline_s, _CONNECT_S))
         # At the end of the interpreter asyncio resolves no names.
-        except (OSError, RuntimeError) as error:
+        except (OSError, UnicodeError, RuntimeError) as error:
             self.refuse(f"it cannot be reached: {error!r}")
             return None
 

@@ -51,6 +51,21 @@ def with_endpoint(
     channels.run(main())
 
 
+def test_a_port_at_every_address_is_probed_by_ipv4_and_by_ipv6() -> None:
+    async def main() -> None:
+        endpoint = HttpEndpoint(CollectorRegistry(), lambda: True)
+        await endpoint.start("[::]:0")
+        _, port = split_address(endpoint.address, "address")
+        try:
+            for host in ("127.0.0.1", "[::1]"):
+                answer = await answer_to(f"{host}:{port}", b"GET /healthz HTTP/1.1\r\n\r\n")
+                assert answer.startswith(b"HTTP/1.1 200 OK")
+        finally:
+            await endpoint.stop()
+
+    channels.run(main())
+
+
 @pytest.mark.parametrize(
     ("request_line", "status", "body"),
     [

@@ -13,6 +13,7 @@ import pytest
 
 from ps_core.errors import InvalidConfig
 from ps_core.limits import MAX_MESSAGE_BYTES
+from ps_runtime.http2.channel import StreamChannel
 from ps_runtime.http2.protocol import frames as wire
 from ps_runtime.http2.protocol.bounds import Bounds
 from ps_runtime.http2.protocol.frames import ErrorCode, Flag, FrameType
@@ -23,6 +24,7 @@ from tests.integration.stream_peers import (
     DEADLINE_S,
     LOOPS,
     SERVICE,
+    Methods,
     RawPeer,
     Run,
     grpcio_channel,
@@ -50,6 +52,28 @@ def data(stream_id: int, message: bytes, flag: int = 0, *, ends: bool = True) ->
 async def requests() -> AsyncIterator[bytes]:
     for number, size in enumerate(SIZES):
         yield bytes((number,)) * size
+
+
+def test_a_port_at_every_address_takes_ipv4_and_ipv6(run: Run) -> None:
+    async def main() -> None:
+        server = await StreamServer.start("[::]:0", {SERVICE: Methods().handlers()})
+        try:
+            for host in ("127.0.0.1", "::1"):
+                channel = await StreamChannel.connect(host, server.port, DEADLINE_S)
+                assert bytes(await channel.unary(path_of("Echo"), b"here", DEADLINE_S)) == b"here"
+                channel.close()
+        finally:
+            await server.stop(0.0)
+
+    run(main())
+
+
+def test_a_host_that_cannot_be_a_name_is_refused(run: Run) -> None:
+    async def main() -> None:
+        with pytest.raises(InvalidConfig, match="cannot be bound"):
+            await StreamServer.start(f"{'long' * 20}:0", {})
+
+    run(main())
 
 
 def test_grpcs_own_client_calls_every_kind_of_method(run: Run) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from ps_core import errors as tree
-from ps_runtime.grpc.addresses import advertised, join_address, split_address
+from ps_runtime.grpc.addresses import advertised, join_address, reachable, split_address
 from ps_runtime.grpc.retry import Backoff, is_retryable
 from ps_runtime.launch.launcher import reason_of
 from ps_runtime.launch.ready_file import write_ready_file
@@ -72,6 +72,23 @@ def test_a_wildcard_is_bound_but_never_advertised() -> None:
     assert port == 7000
     with pytest.raises(tree.InvalidConfig, match="expected a host that others can reach"):
         advertised("[::]:1", "127.0.0.1", 7000)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (["127.0.1.1", "10.0.0.7"], "10.0.0.7"),
+        (["2001:db8::7", "10.0.0.7"], "10.0.0.7"),
+        (["fe80::1%eth0", "::1", "2001:db8::7"], "2001:db8::7"),
+        (["127.0.1.1", "2001:db8::7"], "2001:db8::7"),
+        (["fe80::1%eth0", "::1"], "::1"),
+        ([], "127.0.0.1"),
+    ],
+)
+def test_the_address_of_this_machine_is_one_that_others_reach(
+    found: list[str], expected: str
+) -> None:
+    assert reachable(found) == expected
 
 
 def test_a_log_line_has_time_level_role_and_quoted_values(
