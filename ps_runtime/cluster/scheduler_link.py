@@ -73,6 +73,7 @@ class SchedulerLink:
         fenced_by: the reason, or None.
         progress: returns the node's progress for each heartbeat.
         last_scheduler_contact_s: time of the scheduler's last answer, by `clock.now_s`.
+        is_stopped_here: this process stops the cluster: a scheduler that is away is no news.
     """
 
     def __init__(self, addresses: Addresses, answer: scheduler_pb2.RegisterNodeResponse) -> None:
@@ -93,6 +94,7 @@ class SchedulerLink:
         self.fenced_by: PushpullError | None = None
         self.progress: Callable[[], scheduler_pb2.NodeProgress] = scheduler_pb2.NodeProgress
         self.last_scheduler_contact_s = clock.now_s()
+        self.is_stopped_here = False
         self.identity = answer.session
         self._heartbeat_interval_s = answer.heartbeat_interval_ms / 1000
         self._addresses = addresses
@@ -411,7 +413,8 @@ class SchedulerLink:
         self._addresses.leave(address)
         if not self._is_away:
             self._is_away = True
-            logs.warning("scheduler_is_away", address=address, error=error.message)
+            say = logs.debug if self.is_stopped_here else logs.warning
+            say("scheduler_is_away", address=address, error=error.message)
 
     def _fence(self, error: PushpullError) -> None:
         if self.fenced_by is not None:

@@ -63,7 +63,10 @@ def strand(scheduler: str) -> None:
     """This process stops the cluster of that scheduler: at its exit, nothing of the cluster is left
     that its clients could leave, and nobody is there to wait for them.
     """
-    _STRANDED.update(each for each in list(OPEN) if scheduler in each.connection.config.scheduler)
+    for each in list(OPEN):
+        if scheduler in each.connection.config.scheduler:
+            _STRANDED.add(each)
+            each.engine.scheduler.is_stopped_here = True
 
 
 def close_all(failed_by: str = "") -> None:

@@ -128,10 +128,12 @@ class Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[str] = []
+        self.levels: dict[str, int] = {}
         self._changed = asyncio.Event()
 
     def emit(self, record: logging.LogRecord) -> None:
         self.events.append(record.getMessage().split(" ")[0].removeprefix("event="))
+        self.levels[self.events[-1]] = record.levelno
         self._changed.set()
 
     async def wait_for(self, event: str) -> None:
@@ -319,6 +321,18 @@ def test_a_scheduler_that_goes_and_comes_back_is_survived_with_two_lines(lines: 
     run(main())
     said = lines.only("scheduler_is_away", "scheduler_is_back", "link_failed")
     assert said == ["scheduler_is_away", "scheduler_is_back"]
+
+
+def test_who_stops_the_scheduler_itself_is_not_warned_that_it_is_away(lines: Lines) -> None:
+    async def main() -> None:
+        async with opened() as (scheduler, address), linked(address) as link:
+            link.is_stopped_here = True
+            await scheduler.close()
+            await lines.wait_for("scheduler_is_away")
+
+    logging.getLogger("pushpull").setLevel(logging.DEBUG)
+    run(main())
+    assert lines.levels["scheduler_is_away"] == logging.DEBUG
 
 
 def test_a_heartbeat_that_is_lost_is_followed_by_another_within_the_lease() -> None:
