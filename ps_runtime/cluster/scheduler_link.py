@@ -413,7 +413,7 @@ class SchedulerLink:
         self._addresses.leave(address)
         if not self._is_away:
             self._is_away = True
-            say = logs.debug if self.is_stopped_here else logs.warning
+            say = logs.info if self.is_stopped_here else logs.warning
             say("scheduler_is_away", address=address, error=error.message)
 
     def _fence(self, error: PushpullError) -> None:

@@ -185,7 +185,8 @@ class Engine:
         self._failure: PushpullError | None = None
         self._in_flight: set[asyncio.Task[Any]] = set()
         identity = wire.session_to_proto(link.session)
-        self.links = ServerLinks(LinkSetting(identity, config.lane, self._fail), view)
+        setting = LinkSetting(identity, config.lane, self._fail, lambda: link.is_stopped_here)
+        self.links = ServerLinks(setting, view)
         self.pushes = PushDriver(config.window_bytes, view, self.links, self.counters, self._fail)
         self.steps = StepSender(post, self.pushes)
         if link.session.role is Role.WORKER:

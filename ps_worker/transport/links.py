@@ -70,11 +70,14 @@ class StreamListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinkSetting:
-    """The settings of all links; the loop calls `refused` when a server has refused for good."""
+    """The settings of all links; the loop calls `refused` when a server has refused for good.
+    `is_stopped_here`: True once this process stops the cluster; then no link warns of its end.
+    """
 
     identity: types_pb2.SessionIdentity
     lane: str
     refused: Callable[[PushpullError], None]
+    is_stopped_here: Callable[[], bool] = lambda: False
 
 
 class ServerCalls:
@@ -169,8 +172,9 @@ class ServerCalls:
 class Trouble:
     """The reason why a server cannot be reached, and since when; logs each transition."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, is_stopped_here: Callable[[], bool]) -> None:
         self._node = node
+        self._is_stopped_here = is_stopped_here
         self._reason = ""
         self._since_s = 0.0
         self._is_taken = False
@@ -207,7 +211,7 @@ class Trouble:
             logs.info("server_reached", server=self._node.node_id, address=self._node.address)
 
     def _log(self, event: str, error: PushpullError, *, is_odd: bool) -> None:
-        log = logs.warning if is_odd else logs.info
+        log = logs.warning if is_odd and not self._is_stopped_here() else logs.info
         log(event, server=self._node.node_id, address=self._node.address, error=error.message)
 
 
@@ -229,7 +233,7 @@ class ServerLink:
         self._unheard_count = 0
         self._lane_lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
-        self.trouble = Trouble(node)
+        self.trouble = Trouble(node, setting.is_stopped_here)
 
     def start_stream(self, view_number: int, listener: StreamListener) -> None:
         """Keep a push stream open from now on. Idempotent."""

@@ -330,9 +330,8 @@ def test_who_stops_the_scheduler_itself_is_not_warned_that_it_is_away(lines: Lin
             await scheduler.close()
             await lines.wait_for("scheduler_is_away")
 
-    logging.getLogger("pushpull").setLevel(logging.DEBUG)
     run(main())
-    assert lines.levels["scheduler_is_away"] == logging.DEBUG
+    assert lines.levels["scheduler_is_away"] == logging.INFO
 
 
 def test_a_heartbeat_that_is_lost_is_followed_by_another_within_the_lease() -> None:
