@@ -4,8 +4,8 @@ Rules:
     - The directory of a failed checkpoint is removed, and again when the next one is complete,
       because a node that had not heard may have written into it. Whatever remains has no manifest
       and is ignored.
-    - A checkpoint fails if it cannot have the state of a worker that has left. Only a worker itself
-      reports its state as lost.
+    - A checkpoint fails if the state of a worker that has left cannot be copied. A state whose
+      file is missing or damaged is lost, and checkpoints are made without it.
     - The manifest is written only if every file is where the scheduler looks, as it was reported:
       hosts may have a directory of that name each.
     - The manifest of an incremental checkpoint is written only while every checkpoint that it
@@ -55,7 +55,7 @@ from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.pruning import prune
 from ps_runtime.checkpoint.references import check_files
 from ps_runtime.checkpoint.store import CheckpointStore
-from ps_runtime.checkpoint.worker_copies import WorkerCopies
+from ps_runtime.checkpoint.worker_copies import SourceLost, WorkerCopies
 from ps_runtime.cluster import wire
 from ps_runtime.observe import logs
 from ps_runtime.observe.metrics import SchedulerMetrics
@@ -403,7 +403,7 @@ def _completed(
     """Complete a checkpoint, with copies of the state of workers that have left. Blocking.
 
     Raises:
-        InvalidCheckpoint: as `write_manifest`, or a state cannot be copied.
+        InvalidCheckpoint: as `write_manifest`, or a state that is there cannot be copied.
     """
     source = CheckpointDirectory(locate(left_url))
     copies = WorkerCopies(CheckpointDirectory(locate(attempt.url)), manifest)
@@ -416,6 +416,9 @@ def _completed(
         left = SavedWorker(rank, clock, part.file, part.byte_count, part.header_sha256)
         try:
             workers.append(copies.copy_from(source, left))
+        except SourceLost as error:
+            logs.warning("checkpoint_state_lost", number=attempt.number, reason=error.message)
+            workers.append(SavedWorker(rank, clock, problem=error.message))
         except PushpullError as error:
             raise InvalidCheckpoint(
                 f"the state of worker {rank}, which has left, cannot be copied: {error.message}"

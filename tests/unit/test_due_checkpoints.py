@@ -9,6 +9,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from ps_core.change import ChangeOutcome
@@ -16,6 +17,7 @@ from ps_core.cluster_view import Role, Session
 from ps_core.consistency import parsed
 from ps_core.keys import TableId
 from ps_core.manifest import PartReport, ReportedTable, SavedWorker
+from ps_core.tables.table import Table
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.observe.metrics import SchedulerMetrics
@@ -84,14 +86,20 @@ class Saving:
     def happened(self, kind: type) -> list[Any]:
         return [each for each in self.transitions if isinstance(each, kind)]
 
+    def prepare(self, cut: int) -> Table:
+        """The server has prepared the cut of the table after that clock."""
+        (table,) = self.cluster.cluster.view.tables
+        assert table.proposed is not None
+        number = table.proposed.number
+        self.carry_out(self.cluster.cluster.prepare_change(self.server, TABLE, number, cut))
+        return table
+
     def write(self, cut: int, *, is_here: bool = True) -> None:
         """The running checkpoint is cut after that clock, and its only part written: where the
         scheduler finds it, or where it does not.
         """
         cluster = self.cluster.cluster
-        (table,) = cluster.view.tables
-        assert table.proposed is not None
-        self.carry_out(cluster.prepare_change(self.server, TABLE, table.proposed.number, cut))
+        table = self.prepare(cut)
         running = cluster.view.checkpoint
         assert running is not None
         written = (2).to_bytes(8, "little") + b"{}"
@@ -120,10 +128,7 @@ def test_while_nothing_has_moved_the_one_that_the_cluster_began_from_is_the_answ
         saving = Saving(tmp_path / "new", Restored(source.url, tables))
         saving.look()
         assert saving.look(60.0) == 1, "no worker has said a clock"
-        (table,) = saving.cluster.cluster.view.tables
-        assert table.proposed is not None
-        number = table.proposed.number
-        saving.carry_out(saving.cluster.cluster.prepare_change(saving.server, TABLE, number, 41))
+        saving.prepare(41)
         await saving.ended()
         request = scheduler_pb2.CreateCheckpointRequest(covered_by=1)
         made = await saving.edge.create(request, clock.now_s())
@@ -236,5 +241,31 @@ def test_one_that_cannot_have_the_state_of_a_worker_that_has_left_fails(tmp_path
         (made,) = saving.happened(CheckpointMade)
         directory = CheckpointDirectory(locate(made.url))
         assert [worker.file for worker in directory.read_manifest().workers] == [saved.file]
+
+    asyncio.run(live())
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_a_state_that_is_gone_or_damaged_is_lost_and_no_checkpoint_waits_for_it(
+    tmp_path: Path, is_missing: bool
+) -> None:
+    def spoil(file: Path) -> None:
+        if is_missing:
+            file.unlink()
+        else:
+            file.write_bytes(file.read_bytes()[:-1])
+
+    async def live() -> None:
+        saving = Saving(tmp_path)
+        saving.heard(10)
+        saved = saving.leave(clock=10)
+        spoil(Path(saving.edge.left_url, saved.file))
+        assert saving.look() == 1
+        saving.write(cut=10)
+        await saving.ended()
+        (made,) = saving.happened(CheckpointMade)
+        (worker,) = CheckpointDirectory(locate(made.url)).read_manifest().workers
+        assert (worker.rank, worker.clock, worker.file) == (0, 10, "")
+        assert saved.file in worker.problem
 
     asyncio.run(live())

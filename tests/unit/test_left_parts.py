@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from ps_core.cluster_view import Session
-from ps_core.errors import InvalidCheckpoint
 from ps_core.manifest import (
     Manifest,
     PartReport,
@@ -22,7 +21,7 @@ from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.part_file import StoredWorker
 from ps_runtime.checkpoint.part_writer import WorkerTensor, write_worker_part
 from ps_runtime.checkpoint.reader import CheckpointReader
-from ps_runtime.checkpoint.worker_copies import WorkerCopies
+from ps_runtime.checkpoint.worker_copies import SourceLost, WorkerCopies
 from scheduler.machine.checkpoint_state import CheckpointWritten
 from scheduler.machine.checkpoints import LEAVING
 from tests.unit.checkpoint_files import CLUSTER_ID, manifest_of, write_checkpoint
@@ -173,11 +172,11 @@ def test_what_is_not_as_it_was_reported_is_no_copy(tmp_path: Path) -> None:
     directory.create()
     copies = WorkerCopies(directory, _manifest())
     for wrong in (replace(saved, rank=0), replace(saved, clock=40)):
-        with pytest.raises(InvalidCheckpoint, match="it is of rank and clock"):
+        with pytest.raises(SourceLost, match="it is of rank and clock"):
             copies.copy_from(left, wrong)
-    with pytest.raises(InvalidCheckpoint, match="SHA-256"):
+    with pytest.raises(SourceLost, match="SHA-256"):
         copies.copy_from(left, replace(saved, header_sha256="00" * 32))
-    with pytest.raises(InvalidCheckpoint, match="cannot be read"):
+    with pytest.raises(SourceLost, match="cannot be read"):
         copies.copy_from(left, replace(saved, file="worker-2-9.safetensors"))
 
 
