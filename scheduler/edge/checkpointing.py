@@ -109,7 +109,8 @@ class Checkpointing:
         self._keep = policy.keep
         self._schedule = CheckpointSchedule(policy, cluster.settings)
         self._carry_out = carry_out
-        self._made: dict[int, scheduler_pb2.CreateCheckpointResponse] = {}
+        # By number: the answer to those who asked, or why there is none.
+        self._made: dict[int, scheduler_pb2.CreateCheckpointResponse | str] = {}
         self._cut_in_view = 0
         self._given_up: deque[str] = deque(maxlen=_GIVEN_UP_COUNT)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -186,7 +187,8 @@ class Checkpointing:
             Fenced: a restore has replaced the cluster.
             StaleAssignment: a checkpoint was cut that the caller does not know, and that may do.
             InvalidConfig: the cluster has no checkpoint URL.
-            InvalidCheckpoint: the checkpoint failed.
+            InvalidCheckpoint: the checkpoint failed, or nothing has moved since the one that the
+                cluster began from, and that cannot be read.
             WaitExpired: it was not complete in time; it may still complete.
         """
         if not self._cluster.settings.checkpoint_url:
@@ -217,7 +219,10 @@ class Checkpointing:
             if problem:
                 raise InvalidCheckpoint(f"checkpoint {number} was not made: {problem}")
             if problem is not None and number in self._made:
-                return self._made[number]
+                made = self._made[number]
+                if isinstance(made, str):
+                    raise InvalidCheckpoint(f"checkpoint {number} was not made: {made}")
+                return made
             if clock.now_s() >= deadline_s:
                 raise WaitExpired(said or f"checkpoint {number} is not complete")
             await asyncio.sleep(min(_POLL_S, max(deadline_s - clock.now_s(), 0.0)))
@@ -284,19 +289,23 @@ class Checkpointing:
     async def _answer_with_source(self, unneeded: CheckpointUnneeded) -> None:
         """Nothing has moved since the checkpoint that the cluster began from: it is the result."""
         directory = CheckpointDirectory(locate(unneeded.source))
-        number, byte_count = number_of(directory.name) or 0, 0
         try:
             byte_count = (await asyncio.to_thread(directory.read_manifest)).byte_count
         except PushpullError as error:
             logs.warning("checkpoint_not_read", url=unneeded.source, reason=error.message)
-        self._keep_answer(
-            unneeded.number,
-            scheduler_pb2.CreateCheckpointResponse(
-                number=number, url=unneeded.source, byte_count=byte_count
-            ),
+            self._keep_answer(
+                unneeded.number,
+                f"nothing has moved since {unneeded.source}, from which the cluster began, and "
+                f"that cannot be read: {error.message}. Put it back, or ask again once all "
+                "workers have taken a step",
+            )
+            return
+        made = scheduler_pb2.CreateCheckpointResponse(
+            number=number_of(directory.name) or 0, url=unneeded.source, byte_count=byte_count
         )
+        self._keep_answer(unneeded.number, made)
 
-    def _keep_answer(self, number: int, made: scheduler_pb2.CreateCheckpointResponse) -> None:
+    def _keep_answer(self, number: int, made: scheduler_pb2.CreateCheckpointResponse | str) -> None:
         newest = list(self._made.items())[-_REMEMBERED_COUNT:]
         self._made = {**dict(newest), number: made}
 

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from ps_core.change import ChangeOutcome
 from ps_core.cluster_view import Role, Session
 from ps_core.consistency import parsed
+from ps_core.errors import InvalidCheckpoint
 from ps_core.keys import TableId
 from ps_core.manifest import PartReport, ReportedTable, SavedWorker
 from ps_core.tables.table import Table
@@ -26,7 +27,7 @@ from pushpull.v1 import scheduler_pb2
 from scheduler.edge.checkpointing import Checkpointing
 from scheduler.machine.changes import ChangeRequest
 from scheduler.machine.checkpoint_schedule import RETRY_S, CheckpointPolicy
-from scheduler.machine.checkpoint_state import CheckpointFailed, CheckpointMade
+from scheduler.machine.checkpoint_state import CheckpointFailed, CheckpointMade, CheckpointUnneeded
 from scheduler.machine.checkpoints import LEAVING
 from scheduler.machine.cluster import Decision
 from scheduler.machine.state import Restored, RestoredTable
@@ -138,6 +139,26 @@ def test_while_nothing_has_moved_the_one_that_the_cluster_began_from_is_the_answ
         assert saving.look(0.1) == 2
         await saving.ended()
         assert saving.edge.history(saving.cluster.now_s).failed_count == 0
+
+    asyncio.run(live())
+
+
+def test_while_nothing_has_moved_one_that_is_gone_is_no_answer(tmp_path: Path) -> None:
+    source = CheckpointStore(str(tmp_path / "before")).directory(3, CLUSTER_ID)
+    write_checkpoint(source, 3)
+    tables = {SPEC.name: RestoredTable(SPEC.validated(), SPEC.consistency, 41)}
+
+    async def live() -> None:
+        saving = Saving(tmp_path / "new", Restored(source.url, tables))
+        saving.look()
+        assert saving.look(60.0) == 1
+        source.remove()
+        saving.prepare(41)
+        await saving.ended()
+        request = scheduler_pb2.CreateCheckpointRequest(covered_by=1)
+        with pytest.raises(InvalidCheckpoint, match=r"nothing has moved since .*has no manifest"):
+            await saving.edge.create(request, clock.now_s())
+        assert saving.happened(CheckpointUnneeded)
 
     asyncio.run(live())
 
