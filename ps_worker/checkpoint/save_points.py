@@ -20,7 +20,8 @@ Rules:
     - Until its first save point a worker starts up: it may attach more.
     - A state that cannot be written is reported as lost, and training goes on.
     - A worker that leaves writes its state as of its last step, unless it leaves a restored cluster
-      while it starts up: that state may lack what the checkpoint has, and is lost.
+      while it starts up: that state may lack what the checkpoint has, and is lost. With all states
+      and tables of that checkpoint it lacks nothing.
     - Workers that take their steps together (`keep_in_step`) save their states at one step, under
       any consistency: where each range is cut at its own moment, at the highest clock named.
 
@@ -36,6 +37,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -74,6 +76,16 @@ class TakesOver(Protocol):
     """A state that can go on from those of further workers as well."""
 
     def take_over(self, state_dict: Any, /) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """The names of a worker's states and of all tables in the checkpoint that its cluster began
+    from.
+    """
+
+    states: frozenset[str]
+    tables: frozenset[str]
 
 
 class Question(Enum):
@@ -127,6 +139,7 @@ class SavePoints:
         self._threads = ThreadPoolExecutor(1, "checkpoint")
         self._writing: set[Future[None]] = set()
         self._attached: dict[str, HasState] = {}
+        self._loaded: set[str] = set()  # those that have what the cluster began from
         self._models: list[Trained] = []
         # Steps count with the inner ones, so a save point may lie between two clocks.
         self._passed: dict[TableId, int] = {}  # steps before the last save point
@@ -164,6 +177,11 @@ class SavePoints:
                     f"another state is attached as '{name}'; give each its own name"
                 )
             self._attached[name] = state
+
+    def loaded(self, name: str) -> None:
+        """An attached state has what the checkpoint had of it that the cluster began from."""
+        with self._changed:
+            self._loaded.add(name)
 
     @property
     def has_state(self) -> bool:
@@ -435,27 +453,34 @@ class SavePoints:
         with self._changed:
             self._last_clocks = {h.table.table_id: h.clock for h in self._handles()}
 
-    def leave_behind(self, url: str) -> None:
+    def leave_behind(self, url: str, before: Before | None = None) -> None:
         """Copy the present state for later checkpoints, into the directory of workers that have
-        left; `close` waits until it is written.
+        left; `close` waits until it is written. `before`: None if nothing was loaded.
         """
         with self._changed:
             clocks = self._last_clocks
             if clocks is None or not self._attached or self._is_closed:
                 return
-            is_starting = self._is_starting()
+            is_starting = self._is_starting(before)
         if is_starting:
             self._scheduler.report_part(_LEAVING, PartReport(problem=_LEFT_EARLY))
             return
         self._save(Checkpoint(_LEAVING, url), clocks)
 
-    def _is_starting(self) -> bool:
-        """True before the first step and the first save point in a cluster that was restored: the
-        script may not have attached all that it has in that checkpoint.
+    def _is_starting(self, before: Before | None) -> bool:
+        """True before the first step and the first save point in a cluster that was restored, while
+        the worker lacks a state or a table of that checkpoint.
         """
         if self._has_begun or self._view is None or not self._view.restored_from:
             return False
-        return all(each.clock <= (each.table.restored_clock or 0) for each in self._handles())
+        handles = list(self._handles())
+        if (
+            before is not None
+            and before.states <= self._loaded
+            and before.tables <= {handle.name for handle in handles}
+        ):
+            return False
+        return all(each.clock <= (each.table.restored_clock or 0) for each in handles)
 
     def wake(self, _reason: object = None) -> None:
         with self._changed:

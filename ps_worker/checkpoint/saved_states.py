@@ -126,6 +126,10 @@ class RestoredStates:
             header = reader.headers[file]
             self._states = decoded(header, lambda name: reader.read_file(file, name))
 
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._states)
+
     def find(self, name: str) -> Any | None:
         return self._states.get(name)
 

@@ -82,6 +82,7 @@ class AdaptiveBatches:
         states = checkpoints.restored_states(name)
         if states:
             self.load_state_dict(min(states.values(), key=lambda one: (one["pass"], one["begun"])))
+            checkpoints.save_points.loaded(name)
 
     @property
     def pass_number(self) -> int:

@@ -15,7 +15,7 @@ from ps_runtime.checkpoint.calls import MadeCheckpoint, create_checkpoint, resto
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_runtime.system.future_waits import result_of
-from ps_worker.checkpoint.save_points import HasState, SavePoints, TakesOver
+from ps_worker.checkpoint.save_points import Before, HasState, SavePoints, TakesOver
 from ps_worker.client.connection import GRACE_S, ClientConnection
 from ps_worker.client.tables import ClientTables
 
@@ -167,7 +167,11 @@ class ClientCheckpoints:
     def leave(self) -> None:
         self.save_points.leave()
         if self._engine.scheduler.left_url:
-            self.save_points.leave_behind(self._engine.scheduler.left_url)
+            found = self._restored  # read by whoever has loaded a state
+            before = None
+            if found is not None:
+                before = Before(found.names, frozenset(found.table_names))
+            self.save_points.leave_behind(self._engine.scheduler.left_url, before)
 
     def close(self, *, has_left: bool) -> None:
         """End; a worker that has left waits until its own state is written."""
@@ -259,6 +263,7 @@ class ClientCheckpoints:
         found = self.restored_state(name)
         if found is not None:
             state.load_state_dict(found)
+            self.save_points.loaded(name)
         elif self._restored_states() is not None and not self.imported:
             logs.warning("state_not_in_checkpoint", name=name, url=self.restored_from)
 
@@ -283,6 +288,7 @@ class ClientCheckpoints:
                 ranks=",".join(map(str, saved)),
                 remedy=f"resume with {restored.rank_count} workers, or give it a take_over method",
             )
+        self.save_points.loaded(name)
 
     def saved_for(self, ranks: Collection[int], name: str) -> dict[int, Any]:
         """The states, by rank, that `attach_for` goes on from."""

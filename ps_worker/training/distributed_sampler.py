@@ -96,6 +96,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
             states = client.checkpoints.restored_states(name)
             if states:
                 self._load([states[rank] for rank in sorted(states)], alike=False)
+                client.checkpoints.save_points.loaded(name)
 
     # --- torch's
 

@@ -424,3 +424,30 @@ def test_the_last_checkpoint_has_what_workers_had_that_have_left(
     if consistency == "bsp":
         for name, tensors in all_state([*trained_models(tmp_path, recipe), *models]):
             assert all(torch.equal(tensors[0], each) for each in tensors), name
+
+
+@pytest.mark.slow
+def test_a_worker_that_gets_no_batch_after_a_resume_keeps_its_state(tmp_path: Path) -> None:
+    """It loads everything, takes no step and leaves; the other goes on."""
+    recipe = Recipe(amsgrad, "asp", options={"push_codec": "int8"})
+    root = tmp_path / "checkpoints"
+    for resume, ends in (("", (5, 5)), (str(root), (9, 0))):
+
+        def work(client: ps.Client, ends: tuple[int, int] = ends) -> None:
+            train(client, recipe, ends[client.rank])
+
+        with ps.local_cluster(1, 2, checkpoint_url=str(root), resume=resume) as cluster:
+            together(cluster.address, 2, work)
+            with ps.connect(cluster.address, role="operator") as client:
+                made = client.checkpoint("the end").wait(DEADLINE_S)
+    with resolve(made.url).reader as reader:
+        assert [(w.rank, w.clock, bool(w.file)) for w in reader.manifest.workers] == [
+            (0, 9, True),
+            (1, 5, True),
+        ]
+        (own,) = (
+            header.worker
+            for header in reader.headers.values()
+            if header.worker and header.worker.rank
+        )
+        assert own.state["position"]["seen"] == 40

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from ps_worker.checkpoint.save_points import Before
 from tests.unit.saving_worker import WAIT_S, A, B, Resting, Worker, clocks_of
 
 
@@ -114,21 +115,62 @@ def test_a_state_that_cannot_be_left_behind_is_said(worker: Worker) -> None:
     assert "no space" in part.problem
 
 
-@pytest.mark.parametrize("begins", ["", "save point", "step"])
+BEFORE = Before(frozenset({"clocks"}), frozenset({"a", "b"}))
+"""What the checkpoint has that the worker's cluster began from."""
+
+
+@pytest.mark.parametrize("begins", ["", "save point", "step", "loaded"])
+@pytest.mark.parametrize("before", [None, replace(BEFORE, states=frozenset({"clocks", "late"}))])
 def test_a_worker_that_leaves_a_restored_cluster_while_it_starts_up_has_lost_its_state(
-    worker: Worker, begins: str
+    worker: Worker, begins: str, before: Before | None
 ) -> None:
     """What its script had not attached yet is in the checkpoint that the cluster began from."""
-    worker.begin_at(5)
-    worker.view = replace(worker.view, restored_from="runs/7")
-    worker.see(None)
+    begin_from_a_checkpoint(worker)
     if begins == "save point":
         worker.points.reach()
     elif begins == "step":
         worker.step()
+    elif begins == "loaded":
+        worker.points.loaded("clocks")
     worker.points.leave()
-    worker.points.leave_behind("left")
+    worker.points.leave_behind("left", before)
     ((number, part),) = worker.report()
+    has_begun = begins in ("save point", "step")
     assert number == 0
-    assert bool(part.file) == bool(begins)
-    assert ("left before its first step" in part.problem) == (not begins)
+    assert bool(part.file) == has_begun
+    assert ("left before its first step" in part.problem) == (not has_begun)
+
+
+def test_who_leaves_before_a_step_with_all_that_the_checkpoint_has_has_it_in_later_ones(
+    worker: Worker,
+) -> None:
+    """Its data gave no batch: the states that it has loaded are as they were."""
+    begin_from_a_checkpoint(worker)
+    worker.points.loaded("clocks")
+    worker.points.leave()
+    worker.points.leave_behind("left", BEFORE)
+    ((number, part),) = worker.report()
+    assert (number, part.file) == (0, "worker-0")
+    assert worker.copied == [(0, 5, {"clocks": {"value": (5, 5)}})]
+
+
+@pytest.mark.parametrize(
+    ("before", "is_loaded"),
+    [(BEFORE, False), (replace(BEFORE, tables=frozenset({"a", "b", "c"})), True)],
+)
+def test_who_leaves_with_a_state_that_was_not_loaded_or_without_a_table_has_not_begun(
+    worker: Worker, before: Before, is_loaded: bool
+) -> None:
+    begin_from_a_checkpoint(worker)
+    if is_loaded:
+        worker.points.loaded("clocks")
+    worker.points.leave()
+    worker.points.leave_behind("left", before)
+    ((_, part),) = worker.report()
+    assert "left before its first step" in part.problem
+
+
+def begin_from_a_checkpoint(worker: Worker) -> None:
+    worker.begin_at(5)
+    worker.view = replace(worker.view, restored_from="runs/7")
+    worker.see(None)
