@@ -73,7 +73,8 @@ async def create(
         left_s = max(end_s - clock.now_s(), 0.0)
         made = await create_checkpoint(link, reason, left_s, covered_by=0, view_number=0)
         began_from = (await link.view_at_least(0, left_s)).restored_from
-    why = ": nothing has moved since the cluster began from it" if made.url == began_from else ""
+    is_source = made.url == began_from
+    why = ": the servers have taken no step since the cluster began from it" if is_source else ""
     return f"{made.url} ({made.byte_count:,} bytes){why}"
 
 

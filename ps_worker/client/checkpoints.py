@@ -192,8 +192,8 @@ class ClientCheckpoints:
         logged, `event=checkpoint_failed`, and training goes on without it: so too where the cluster
         has no place for checkpoints.
 
-        While a cluster that was started from a checkpoint starts up, that one is returned: nothing
-        has moved since, and some of its tables and states may not be there yet.
+        While a cluster that was started from a checkpoint starts up, that one is returned: no table
+        is beyond it, and some tables and states may not be there yet.
 
         `reason` is for its manifest.
 

@@ -295,7 +295,7 @@ class Checkpointing:
             logs.warning("checkpoint_not_read", url=unneeded.source, reason=error.message)
             self._keep_answer(
                 unneeded.number,
-                f"nothing has moved since {unneeded.source}, from which the cluster began, and "
+                f"no step was taken since {unneeded.source}, from which the cluster began, and "
                 f"that cannot be read: {error.message}. Put it back, or ask again once all "
                 "workers have taken a step",
             )

@@ -91,7 +91,7 @@ def log_transition(transition: Transition) -> None:
         case CheckpointMade(number, url):
             logs.info("checkpoint_made", number=number, url=url)
         case CheckpointUnneeded(number, _, source):
-            logs.info("checkpoint_unneeded", number=number, nothing_moved_since=source)
+            logs.info("checkpoint_unneeded", number=number, no_step_since=source)
         case CheckpointBegunAgain(number, _, again):
             logs.info("checkpoint_begun_again", number=number, again=again)
         case CheckpointFailed(number, url, reason):

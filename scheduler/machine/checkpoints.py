@@ -394,7 +394,7 @@ class CheckpointAttempts:
     def _unneeded(self, attempt: Attempt, restored: Restored) -> list[Transition]:
         self._state.checkpoint = None
         self._remember(attempt.number, "")
-        reason = f"nothing has moved since {restored.url}"
+        reason = f"no step was taken since {restored.url}"
         withdrawn = self._changes.withdraw_cuts(attempt.number, reason)
         return [*withdrawn, CheckpointUnneeded(attempt.number, attempt.url, restored.url)]
 

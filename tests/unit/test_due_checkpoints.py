@@ -156,7 +156,7 @@ def test_while_nothing_has_moved_one_that_is_gone_is_no_answer(tmp_path: Path) -
         saving.prepare(41)
         await saving.ended()
         request = scheduler_pb2.CreateCheckpointRequest(covered_by=1)
-        with pytest.raises(InvalidCheckpoint, match=r"nothing has moved since .*has no manifest"):
+        with pytest.raises(InvalidCheckpoint, match=r"no step was taken since .*has no manifest"):
             await saving.edge.create(request, clock.now_s())
         assert saving.happened(CheckpointUnneeded)
 
