@@ -40,6 +40,8 @@ from scheduler.machine.state import (
     WorkerGone,
 )
 
+_NAMED_COUNT = 5  # tables that a log line names
+
 
 def log_transition(transition: Transition) -> None:
     match transition:
@@ -90,8 +92,8 @@ def log_transition(transition: Transition) -> None:
             logs.debug("checkpoint_written", number=attempt.number, parts=len(attempt.parts))
         case CheckpointMade(number, url):
             logs.info("checkpoint_made", number=number, url=url)
-        case CheckpointUnneeded(number, _, source):
-            logs.info("checkpoint_unneeded", number=number, no_step_since=source)
+        case CheckpointUnneeded():
+            _log_unneeded(transition)
         case CheckpointBegunAgain(number, _, again):
             logs.info("checkpoint_begun_again", number=number, again=again)
         case CheckpointFailed(number, url, reason):
@@ -107,6 +109,18 @@ def log_transition(transition: Transition) -> None:
             logs.warning("data_shards_returned", **what, **_named(worker))
         case ClusterFinished():
             logs.info("cluster_finished", reason="all workers have left or are gone")
+
+
+def _log_unneeded(unneeded: CheckpointUnneeded) -> None:
+    logs.info("checkpoint_unneeded", number=unneeded.number, no_step_since=unneeded.source)
+    if unneeded.changed:
+        logs.warning(
+            "settings_not_in_checkpoint",
+            number=unneeded.number,
+            tables=",".join(unneeded.changed[:_NAMED_COUNT]),
+            count=len(unneeded.changed),
+            remedy="set their consistency again after a resume from it",
+        )
 
 
 def _log_table(table: Table) -> None:

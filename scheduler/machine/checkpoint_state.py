@@ -102,11 +102,14 @@ class CheckpointMade:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointUnneeded:
-    """None was made, since nothing has moved since `source`, from which the cluster began."""
+    """None was made, since nothing has moved since `source`, from which the cluster began.
+    `changed` names tables whose consistency was changed since.
+    """
 
     number: int
     url: str
     source: str
+    changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

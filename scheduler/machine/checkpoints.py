@@ -24,7 +24,8 @@ Rules:
       starts up, tables have not been created again, and states have not been attached. Something
       has moved once a table is beyond that checkpoint, or a shard was reported since, or each
       worker of the first ones has begun, which it says at its first save point, or has left with
-      its state.
+      its state. A changed consistency is no movement: one made for its sake would lack those tables
+      and states. It is named instead.
     - A worker that has not begun by a later cut, and has no state yet, is lost in the manifest.
     - A worker's next clock is a guess while its script is in a step. A script that waits for the
       checkpoint takes no step. If every script waits before the step of a cut, no worker will take
@@ -65,6 +66,7 @@ from scheduler.machine.checkpoint_state import (
     WorkerClocks,
 )
 from scheduler.machine.state import ClusterSettings, ClusterState, Restored, Transition
+from scheduler.machine.tables import first_consistency
 
 _REMEMBERED_COUNT = 100  # ended checkpoints whose results are remembered
 LEAVING = 0  # the number of no checkpoint: the part of a worker that leaves
@@ -396,7 +398,14 @@ class CheckpointAttempts:
         self._remember(attempt.number, "")
         reason = f"no step was taken since {restored.url}"
         withdrawn = self._changes.withdraw_cuts(attempt.number, reason)
-        return [*withdrawn, CheckpointUnneeded(attempt.number, attempt.url, restored.url)]
+        changed = tuple(
+            table.spec.name
+            for table in self._state.tables_of(UNNAMED)
+            if (before := restored.tables.get(table.spec.name)) is not None
+            and table.consistency != first_consistency(table.spec, before)
+        )
+        unneeded = CheckpointUnneeded(attempt.number, attempt.url, restored.url, changed)
+        return [*withdrawn, unneeded]
 
     def _lose_late(self, attempt: Attempt) -> None:
         """Note the workers that had not begun: the checkpoint began from may have their state."""

@@ -302,13 +302,20 @@ def comparable(spec: TableSpec) -> TableSpec:
 
 
 def restored_as(table: Table, restored: RestoredTable) -> Table:
-    """The table as it continues a restored one: with the consistency that the checkpoint's table
-    had come to, if both were created with the same one, else with its own. Replacement workers
+    """The table as it continues a restored one, with its `first_consistency`. Replacement workers
     and late joiners begin where all workers do.
     """
     joins = tuple(replace(join, after_clock=restored.clock) for join in table.joins)
     table = replace(table, restored_clock=restored.clock, joins=joins)
-    is_as_created = table.spec.consistency == restored.spec.consistency
-    if not is_as_created or restored.consistency == table.spec.consistency:
+    first = first_consistency(table.spec, restored)
+    if first == table.spec.consistency:
         return table
-    return replace(table, change=TableChange(1, restored.clock, restored.consistency))
+    return replace(table, change=TableChange(1, restored.clock, first))
+
+
+def first_consistency(spec: TableSpec, restored: RestoredTable) -> Consistency:
+    """The consistency with which a table continues a restored one: that which the checkpoint's
+    table had come to, if both were created with the same one; else its own.
+    """
+    is_as_created = spec.consistency == restored.spec.consistency
+    return restored.consistency if is_as_created else spec.consistency

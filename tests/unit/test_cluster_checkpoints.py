@@ -11,7 +11,7 @@ import pytest
 from ps_core import errors, limits
 from ps_core.change import ChangeOutcome, Checkpoint, Join, TableChange, TableCut
 from ps_core.cluster_view import NodeState, Role, Session
-from ps_core.consistency import parsed
+from ps_core.consistency import Consistency, parsed
 from ps_core.keys import TableId
 from ps_core.manifest import DataSetSpec, PartReport, ReportedTable
 from ps_core.tables.table import Table
@@ -366,10 +366,10 @@ def test_a_rank_is_in_the_manifest_once(answers: str) -> None:
 SOURCE = "file:///tmp/before/00000006-b"
 
 
-def resumed(**settings: Any) -> Saving:
-    """Its two tables are of a checkpoint, in which they are at 5 and 4."""
+def resumed(consistency: Consistency = SPEC.consistency, **settings: Any) -> Saving:
+    """Its two tables are of a checkpoint, in which they are at 5 and 4, with that consistency."""
     tables = {
-        name: RestoredTable(replace(SPEC, name=name).validated(), SPEC.consistency, clock)
+        name: RestoredTable(replace(SPEC, name=name).validated(), consistency, clock)
         for name, clock in (("model", 5), ("other", 4))
     }
     return Saving(restored=Restored(SOURCE, tables), **settings)
@@ -393,13 +393,30 @@ def test_while_workers_start_up_it_is_the_one_that_the_cluster_began_from(
     cluster = resumed()
     asked(cluster, begun=begun)
     (unneeded,) = cluster.happened(CheckpointUnneeded)
-    assert (unneeded.number, unneeded.source) == (7, SOURCE)
+    assert (unneeded.number, unneeded.source, unneeded.changed) == (7, SOURCE, ())
     assert not cluster.happened(CheckpointCut)
     assert not cluster.happened(CheckpointFailed)
     assert cluster.cluster.checkpoints.problem_of(7) == ""
     assert cluster.checkpoint is None
     assert all(table.proposed is None and table.cut is None for table in cluster.tables)
     assert cluster.begin().number == 8, "the next request begins another"
+
+
+@pytest.mark.parametrize("first", ["bsp", "ssp:2"])
+def test_a_setting_that_was_changed_meanwhile_is_named_and_no_step(first: str) -> None:
+    """`first`: that of the checkpoint; the scripts say BSP, as they did then."""
+    cluster = resumed(consistency=parsed(first))
+    wanted = ChangeRequest("model", parsed("asp"), 0, cluster.now_s + 5)
+    cluster.note(cluster.cluster.set_consistency(cluster.workers[0], wanted, cluster.now_s))
+    for server in (0, 1):
+        cluster.promise(server, 5)
+    cluster.pass_time(1, *cluster.servers, *cluster.workers)
+    for server in (0, 1):
+        cluster.promise(server, 5)
+    assert [str(table.consistency) for table in cluster.tables] == ["asp", first]
+    asked(cluster)
+    (unneeded,) = cluster.happened(CheckpointUnneeded)
+    assert unneeded.changed == ("model",)
 
 
 def test_before_a_worker_has_come_it_is_the_one_that_the_cluster_began_from() -> None:
