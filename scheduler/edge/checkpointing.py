@@ -61,7 +61,7 @@ from ps_runtime.observe import logs
 from ps_runtime.observe.metrics import SchedulerMetrics
 from ps_runtime.system import clock
 from pushpull.v1 import scheduler_pb2
-from scheduler.machine.checkpoint_schedule import CheckpointPolicy, CheckpointSchedule
+from scheduler.machine.checkpoint_schedule import RETRY_S, CheckpointPolicy, CheckpointSchedule
 from scheduler.machine.checkpoint_state import (
     Attempt,
     CheckpointBegunAgain,
@@ -82,6 +82,7 @@ _GIVEN_UP_COUNT = 16  # failed checkpoints whose directories are removed once mo
 _NAMED_COUNT = 5  # tables that a log line names
 _MAX_REASON_CHARACTERS = 2_000  # length of a failure's reason in status answers
 _ASKED_AGAIN_S = 1.0  # interval of the questions for a manifest that cannot be read, in seconds
+_TOLD_AGAIN_S = 60.0  # interval of the warnings meanwhile, in seconds
 _POLL_S = 0.02  # interval of the check for the end of a checkpoint, in seconds
 
 
@@ -120,19 +121,26 @@ class Checkpointing:
         self._complete_count = self._failed_count = 0
         self._newest: tuple[str, float] | None = None
         self._failed: tuple[CheckpointFailed, float] | None = None
+        self._unknown: CheckpointFailed | None = None  # written, and its manifest cannot be read
+        self._unknown_since_s = 0.0
 
     def history(self, now_s: float) -> scheduler_pb2.CheckpointHistory:
-        """Counts, and the newest complete and the newest failed one, for the status answer."""
+        """Counts, and the newest complete and the newest failed one, for the status answer. One of
+        which the store does not say for a while whether it is complete counts as failed until then.
+        """
+        is_long = now_s >= self._unknown_since_s + RETRY_S
+        unknown = self._unknown if is_long else None
         told = scheduler_pb2.CheckpointHistory(
             url=self._cluster.settings.checkpoint_url,
             complete_count=self._complete_count,
-            failed_count=self._failed_count,
+            failed_count=self._failed_count + (unknown is not None),
         )
         if self._newest is not None:
             told.complete_url, complete_s = self._newest
             told.complete_ms = round((now_s - complete_s) * 1000)
-        if self._failed is not None:
-            failed, failed_s = self._failed
+        newest = self._failed if unknown is None else (unknown, now_s)
+        if newest is not None:
+            failed, failed_s = newest
             told.failed_number = failed.number
             told.failed_reason = failed.reason[:_MAX_REASON_CHARACTERS]
             told.failed_ms = round((now_s - failed_s) * 1000)
@@ -224,8 +232,16 @@ class Checkpointing:
                     raise InvalidCheckpoint(f"checkpoint {number} was not made: {made}")
                 return made
             if clock.now_s() >= deadline_s:
-                raise WaitExpired(said or f"checkpoint {number} is not complete")
+                raise WaitExpired(
+                    self._with_refusal(said or f"checkpoint {number} is not complete")
+                )
             await asyncio.sleep(min(_POLL_S, max(deadline_s - clock.now_s(), 0.0)))
+
+    def _with_refusal(self, said: str) -> str:
+        """The message on what a checkpoint waits for, and why the store does not say of one whether
+        it is complete.
+        """
+        return said if self._unknown is None else f"{said}: {self._unknown.reason}"
 
     def _check_not_over(self) -> None:
         if self._is_over:
@@ -236,7 +252,9 @@ class Checkpointing:
         while self._cluster.view.checkpoint is not None:
             self._check_not_over()
             if clock.now_s() >= deadline_s:
-                raise WaitExpired(self._cluster.checkpoints.reason(clock.now_s()))
+                raise WaitExpired(
+                    self._with_refusal(self._cluster.checkpoints.reason(clock.now_s()))
+                )
             await asyncio.sleep(_POLL_S)
 
     # --- what becomes of it
@@ -251,20 +269,24 @@ class Checkpointing:
 
     async def _end_written(self, written: Checkpoint) -> None:
         """Ask until the store answers, or this scheduler ends: a failed one would be removed."""
-        directory, is_told = CheckpointDirectory(locate(written.url)), False
+        directory, tells_s = CheckpointDirectory(locate(written.url)), clock.now_s()
+        self._unknown_since_s = tells_s
         while True:
             try:
                 is_complete = await asyncio.to_thread(directory.has_manifest)
                 break
             except PushpullError as error:
-                if not is_told:
+                reason = f"{error.message}; no other is made until its manifest can be read"
+                self._unknown = CheckpointFailed(written.number, written.url, reason)
+                if clock.now_s() >= tells_s:
+                    tells_s = clock.now_s() + _TOLD_AGAIN_S
                     logs.warning("manifest_not_read", number=written.number, reason=error.message)
-                is_told = True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_ASKED_AGAIN_S):
                     await self._closing.wait()
             if self._closing.is_set() or self._is_over:
                 return
+        self._unknown = None
         problem = "" if is_complete else "its manifest was not written; " + STARTED_AGAIN
         self._carried_out(self._cluster.end_checkpoint(written.number, problem))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,18 +14,20 @@ from prometheus_client import CollectorRegistry
 from ps_cli.checkpoint.commands import verify_checkpoints
 from ps_cli.console.output import Output
 from ps_core.cluster_view import Role
-from ps_core.errors import InvalidCheckpoint
+from ps_core.errors import InvalidCheckpoint, WaitExpired
 from ps_core.keys import TableId
 from ps_core.manifest import MANIFEST_FILE, PartReport, ReportedTable
 from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.observe.metrics import SchedulerMetrics
+from ps_runtime.system import clock
+from pushpull.v1 import scheduler_pb2
 from scheduler.edge.checkpointing import Checkpointing
-from scheduler.machine.checkpoint_schedule import CheckpointPolicy
+from scheduler.machine.checkpoint_schedule import RETRY_S, CheckpointPolicy
 from scheduler.machine.checkpoint_state import CheckpointFailed, CheckpointMade
 from scheduler.machine.cluster import Decision
 from tests.unit.checkpoint_files import CLUSTER_ID, write_checkpoint
 from tests.unit.cluster_harness import Harness
-from tests.unit.reluctant_store import WAIT_S, Failures, reluctant_store
+from tests.unit.reluctant_store import WAIT_S, Failures, ReluctantStore, reluctant_store
 
 
 @pytest.fixture
@@ -110,6 +113,33 @@ def test_one_that_is_complete_stays_though_the_store_was_away_at_the_start(
         await resumed.edge.close(goes_on=True)
         assert [type(each) for each in resumed.transitions] == [CheckpointMade]
         assert reluctant.newest_good() is not None
+
+    asyncio.run(live())
+
+
+def test_while_its_store_is_away_the_reason_is_in_the_history_and_told_to_whoever_asks(
+    reluctant: CheckpointStore,
+) -> None:
+    async def live() -> None:
+        resumed, asked = Resumed(reluctant), threading.Semaphore(0)
+        ReluctantStore.hooks.append(lambda *_: asked.release())
+        failures = Failures("info", MANIFEST_FILE, 10**9)
+        resumed.edge.resume()
+        for _ in range(2):  # the second question comes after the first answer
+            assert await asyncio.to_thread(asked.acquire, timeout=WAIT_S)
+        assert resumed.edge.history(clock.now_s()).failed_count == 0, "it has only begun"
+        said = resumed.edge.history(clock.now_s() + RETRY_S)
+        assert (said.failed_count, said.failed_number) == (1, 1)
+        assert "the store is away" in said.failed_reason
+        with pytest.raises(WaitExpired, match=r"waits for its manifest.*the store is away"):
+            await resumed.edge.create(scheduler_pb2.CreateCheckpointRequest(), clock.now_s())
+        with pytest.raises(WaitExpired, match="the store is away"):
+            await resumed.edge.until_none_is_under_way(clock.now_s())
+        failures.count = 0
+        async with asyncio.timeout(WAIT_S):
+            await resumed.has_ended.wait()
+        assert resumed.edge.history(clock.now_s() + RETRY_S).failed_count == 0
+        await resumed.edge.close(goes_on=True)
 
     asyncio.run(live())
 
