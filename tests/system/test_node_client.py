@@ -251,3 +251,76 @@ def test_errors_are_those_of_the_catalogue_and_harm_nothing(seen: dict[str, Any]
 
 def test_a_reader_sees_one_state_of_the_whole_table(seen: dict[str, Any]) -> None:
     assert seen["reader"] == {"values": [2.0], "code": "NOT_PERMITTED"}
+
+
+def _played(body: str, address: str) -> subprocess.Popen[str]:
+    """A Node worker that makes tables, prints what `body` returns, and leaves."""
+    script = f"""
+        import {{ PushpullClient }} from './src/index.js';
+        const client = await PushpullClient.connect();
+        const tables = [];
+        for (const name of ['counted', 'unused']) {{
+          tables.push(await client.createTable({{
+            name, elementCount: 200, blockElements: 64, reduction: 'sum',
+            optimizer: {{ kind: 'SGD', hyperparameters: {{ lr: 1 }} }},
+          }}));
+        }}
+        const table = tables[0];
+        const found = await (async () => {{{body}}})();
+        await client.leave();
+        console.log(JSON.stringify(found));
+    """
+    return _node("--input-type=module", "--eval", script, scheduler=address)
+
+
+ONE_STEP = """
+    const before = await client.pull(table);
+    const { clock } = await client.push(table, new Array(200).fill(1));
+    return [before[0], clock, (await client.pull(table))[0]];
+"""
+
+
+def _counted(client: ps.Client, name: str = "counted") -> ps.TableHandle:
+    return client.create_table(
+        name, 200, optimizer=ps.SGD(lr=1.0), reduction="sum", block_elements=64
+    )
+
+
+def test_it_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """It leaves the other table in order, too, which it does not use."""
+    root = str(tmp_path / "checkpoints")
+    ones = np.ones(200, np.float32)
+    with (
+        local_cluster(servers=2, checkpoint_url=root) as cluster,
+        ps.connect(cluster.address) as client,
+    ):
+        for _ in range(3):
+            for name in ("counted", "unused"):
+                client.wait(client.push(_counted(client, name), ones))
+        client.checkpoint().wait()
+    with local_cluster(servers=2, resume=root) as cluster:
+        output = _output(_played(ONE_STEP, cluster.address))
+    assert json.loads(output) == [-3.0, 4, -4.0]
+
+
+def test_it_takes_the_place_of_a_worker_that_is_gone() -> None:
+    ones = np.ones(200, np.float32)
+    with local_cluster(servers=2, workers=2) as cluster, ps.connect(cluster.address) as client:
+        other = ps.connect(cluster.address)
+        tables = [_counted(client), _counted(other)]
+        for _ in range(2):
+            tickets = [c.push(t, ones) for c, t in zip([client, other], tables, strict=True)]
+            for each, ticket in zip([client, other], tickets, strict=True):
+                each.wait(ticket)
+        other.abandon("to be replaced")
+        client.wait(client.push(tables[0], ones))
+        node = _played(ONE_STEP, cluster.address)
+        view = client.tables.await_view(
+            lambda view: bool(view.tables[0].joins), "the Node worker to join", DEADLINE_S
+        )
+        joined = view.tables[0].joins[-1].after_clock
+        while tables[0].clock <= joined:
+            client.wait(client.push(tables[0], ones))
+        output = _output(node)
+    at_first = -float(joined + 2)  # of the first two steps there were two each
+    assert json.loads(output) == [at_first, joined + 1, at_first - 2]

@@ -37,8 +37,10 @@ export class Table extends TableLayout {
   constructor(table, rangeCount) {
     super(table, rangeCount);
     this.codec = nativeCodec(this.spec.dtype);
-    /** How many steps this client has sealed. */
-    this.clock = 0;
+    /** The clock of this client's newest step; where it begins, before its first. */
+    this.clock = table.restoredClock ?? 0;
+    /** Whether it joins others, and has neither pulled nor stepped. */
+    this.isJoining = false;
     /** What the last pull of each block gave. @type {Map<number, number>} */
     this.peerVersions = new Map();
   }
@@ -56,6 +58,10 @@ export class PushpullClient {
   #timer;
   /** @type {PushpullError | null} */
   #failure = null;
+  /** What fails then does not close the scheduler's link: it has to be told. */
+  #isLeaving = false;
+  /** The tables that were there before this client. @type {Set<number>} */
+  #foundTables = new Set();
   #stepCount = 0;
   #pushedBytes = 0;
   #pulledBytes = 0;
@@ -96,6 +102,7 @@ export class PushpullClient {
     const client = new PushpullClient(scheduler, { windowBytes });
     try {
       await scheduler.register({ role: `NODE_ROLE_${role.toUpperCase()}`, rank, deadlineMs });
+      for (const { tableId } of scheduler.view.tables) client.#foundTables.add(tableId);
     } catch (failure) {
       client.close();
       throw failure;
@@ -156,6 +163,7 @@ export class PushpullClient {
     const known = this.#tables.get(table.tableId);
     if (known) return known;
     const opened = new Table(table, this.view.ranges.length);
+    await this.#join(opened, deadlineMs);
     const held = new Set(opened.ranges);
     const servers = new Set(this.view.ranges
       .filter((/** @type {any} */ range) => held.has(range.rangeId))
@@ -167,6 +175,33 @@ export class PushpullClient {
     const first = this.#tables.get(table.tableId) ?? opened;
     this.#tables.set(table.tableId, first);
     return first;
+  }
+
+  /**
+   * Waits until this worker has joined the table, if others train it already.
+   *
+   * @param {Table} table
+   * @param {number} deadlineMs
+   */
+  async #join(table, deadlineMs) {
+    if (!this.#isLateJoiner || !this.#foundTables.has(table.tableId)) return;
+    const { incarnation, rank } = this.#scheduler.session;
+    const joinIn = (/** @type {any} */ view) => view.tables
+      .find((/** @type {any} */ each) => each.tableId === table.tableId)
+      ?.joins.find((/** @type {any} */ join) => join.incarnation === incarnation);
+    const view = await this.#scheduler.viewWhere(
+      (each) => joinIn(each) !== undefined, deadlineMs,
+      `join of worker ${rank} to table '${table.name}'`);
+    table.clock = joinIn(view).afterClock;
+    table.isJoining = true;
+  }
+
+  /** Whether others train already: it has a rank that another had, or one from workerCount on. */
+  get #isLateJoiner() {
+    const { role, rank, incarnation } = this.#scheduler.session;
+    if (role !== 'NODE_ROLE_WORKER') return false;
+    return rank >= this.view.workerCount || this.view.nodes.some((/** @type {any} */ node) =>
+      node.role === role && node.rank === rank && node.incarnation < incarnation);
   }
 
   /**
@@ -251,6 +286,7 @@ export class PushpullClient {
     this.#check();
     const step = new Step(table, { clock, codec: table.codec, kind: `PUSH_KIND_${kind}`, terms });
     table.clock = clock;
+    table.isJoining = false;
     for (const part of parts) this.#pushedBytes += part.payload.length;
     this.#window.submit(step, parts);
     this.#pump();
@@ -329,13 +365,21 @@ export class PushpullClient {
     this.#check();
     const values = out ?? valuesFor(table.spec.dtype, table.elementCount);
     const endMs = Date.now() + deadlineMs;
-    const take = (/** @type {any} */ value) => this.#store(table, values, value);
+    let leastClock = Infinity;
+    const take = (/** @type {any} */ value) => {
+      this.#store(table, values, value);
+      leastClock = Math.min(leastClock, value.clock);
+    };
     let missing = new Set(table.ranges);
     for (;;) {
       const asked = { tableId: table.tableId, clock, consistent };
       const { missing: left, problem } = await this.#pullOnce(asked, missing, { endMs, take });
       missing = left;
-      if (!missing.size) return values;
+      if (!missing.size) {
+        if (table.isJoining) table.clock = Math.max(table.clock, leastClock);
+        table.isJoining = false;
+        return values;
+      }
       if (problem && !problem.isRetryable) throw problem;
       if (Date.now() >= endMs) {
         const why = problem?.message ?? 'no server serves its ranges';
@@ -413,10 +457,13 @@ export class PushpullClient {
   /**
    * Leaves: nobody waits for this worker any more. Closes the client, whatever happens.
    *
+   * The scheduler is told also where a last step fails, whose error comes then.
+   *
    * @param {{deadlineMs?: number, reason?: string}} [options] how long to wait for last outcomes
    */
   async leave({ deadlineMs = PULL_MS, reason = 'finished' } = {}) {
     this.#check();
+    this.#isLeaving = true;
     const isWorker = this.#scheduler.session.role === 'NODE_ROLE_WORKER';
     const tables = isWorker ? this.view.tables : [];
     try {
@@ -454,7 +501,8 @@ export class PushpullClient {
   #fail(error) {
     if (this.#failure) return;
     this.#failure = error;
-    this.close();
+    if (this.#isLeaving) this.#window.abandon(error);
+    else this.close();
   }
 
   #check() {

@@ -1,0 +1,58 @@
+/** A client's rules, against a scheduler and servers that answer what a test says. */
+
+import assert from 'node:assert/strict';
+import { test } from 'node:test';
+
+import { PushpullClient } from '../src/index.js';
+import { StubCluster, stubTable } from './stub_cluster.js';
+
+const ONES = new Float32Array(256).fill(1);
+
+async function connect(t, cluster) {
+  const client = await PushpullClient.connect(cluster.address);
+  t.after(() => client.close());
+  return client;
+}
+
+const invalid = (code) => ({
+  outcome: 'OUTCOME_INVALID', error: { code: `ERROR_CODE_${code}`, message: code },
+});
+
+test('a table from a checkpoint goes on from its clock, also if it is never used', async (t) => {
+  const cluster = await StubCluster.start(t, { table: stubTable({ restoredClock: 100 }) });
+  const [server] = cluster.servers;
+  const stepper = await connect(t, cluster);
+  assert.equal((await stepper.push(await stepper.table('t'), ONES)).clock, 101);
+  server.requests = [];
+  await (await connect(t, cluster)).leave();
+  assert.deepEqual(server.seals.map(({ clock, last, skip }) => [clock, last, skip]),
+    [[101, true, true]]);
+});
+
+test('a worker that joins others begins at the least clock of its first pull', async (t) => {
+  const before = { nodeId: 99, incarnation: 99, role: 'NODE_ROLE_WORKER', rank: 0 };
+  const nodes = [{ ...before, state: 'NODE_STATE_GONE' }];
+  const cluster = await StubCluster.start(t, { nodes });
+  const client = await connect(t, cluster);
+  const opened = client.table('t');
+  const joins = [[99, 3], [100, 7]].map(([incarnation, afterClock]) =>
+    ({ rank: 0, incarnation, afterClock }));
+  cluster.show({ tables: [{ ...cluster.table, joins }] });
+  const table = await opened;
+  assert.equal(table.clock, 7);
+  cluster.servers[0].clock = 9;
+  await client.pull(table);
+  assert.equal((await client.push(table, ONES)).clock, 10);
+  cluster.servers[0].clock = 20;
+  await client.pull(table);
+  assert.equal((await client.push(table, ONES)).clock, 11);
+});
+
+test('who leaves says so to the scheduler though no last step can be taken', async (t) => {
+  const cluster = await StubCluster.start(t);
+  const client = await connect(t, cluster);
+  cluster.servers[0].outcomeOf = ({ seal }) =>
+    (seal ? invalid('INVALID_CONFIG') : { outcome: 'OUTCOME_APPLIED' });
+  await assert.rejects(client.leave(), { code: 'INVALID_CONFIG' });
+  assert.ok(cluster.hasLeft);
+});
