@@ -12,7 +12,8 @@
  *   - Payload bytes sent and not yet answered stay within `windowBytes`; one block may always go.
  *   - The seals of a step leave when each of its blocks is received or ended; all of them with skip
  *     if a block was INVALID.
- *   - A seal that is INVALID is followed by one with skip, so that nobody waits for the step.
+ *   - A seal that is INVALID is followed by one with skip, so that nobody waits for the step. None
+ *     follows where the clock is over all the same, or the table is.
  */
 
 import { PushpullError, errorFromMessage } from './errors.js';
@@ -46,6 +47,8 @@ import { PushpullError, errorFromMessage } from './errors.js';
 /** @typedef {{server: number, epoch: number}} Owner */
 
 const FALLBACK_RETRY_MS = 500;
+/** With these the clock is over all the same, or the table is: no other seal changes that. */
+const OVER = new Set(['EDIT_REFUSED', 'UPDATE_FAILED']);
 
 /** One step of one table on its way; `done` settles when every entry has its outcome. */
 export class Step {
@@ -77,6 +80,11 @@ export class Step {
     });
     // Whoever awaits `done` sees the error; nobody has to.
     this.done.catch(() => {});
+  }
+
+  /** Whether seals that are sent now skip: an entry was wrong, and not the edit of a clock. */
+  get isSpoilt() {
+    return this.problem !== null && this.problem.code !== 'EDIT_REFUSED';
   }
 
   /** What has no outcome yet, for error messages. */
@@ -282,7 +290,7 @@ export class PushWindow {
    */
   #invalid(entry, error) {
     entry.step.problem ??= error;
-    if (entry.part) return;
+    if (entry.part || OVER.has(error.code)) return;
     if (entry.skip) throw error;
     this.#add(entry.step, entry.rangeId, null).skip = true;
   }
@@ -315,7 +323,7 @@ export class PushWindow {
       const { tableId } = entry.step.layout;
       if (!entry.part) {
         if (!this.#maySeal(entry.step)) continue;
-        const skip = entry.skip || entry.step.problem !== null;
+        const skip = entry.skip || entry.step.isSpoilt;
         const key = `${owner.server}/${tableId}/${entry.step.clock}/${skip}`;
         entry.skip = skip;
         seals.set(key, [...(seals.get(key) ?? []), entry]);

@@ -112,6 +112,27 @@ test('an invalid seal is followed by one with skip under the next number', async
   await assert.rejects(step.done, { code: 'INVALID_CONFIG' });
 });
 
+for (const [code, skip] of [['EDIT_REFUSED', false], ['UPDATE_FAILED', true]]) {
+  test(`a step that ends with ${code} is over: no seal follows, and the client lives`, async () => {
+    const step = submit(1, { blocks: [0, 3] });
+    receiveAll();
+    window.take(0);
+    for (const [rangeId, sequence] of [[0, 1], [0, 2], [2, 1]]) {
+      commit(rangeId, sequence, 'INVALID', error(code).error);
+    }
+    window.streamBroke(12);
+    window.streamOpened(12);
+    const sent = window.take(0);
+    assert.deepEqual(blocks(sent), [[3, 3, 1]]);
+    assert.deepEqual(seals(sent), [[12, skip, [[3, 2]]]]);
+    for (const sequence of [1, 2]) commit(3, sequence, 'INVALID', error(code).error);
+    await assert.rejects(step.done, { code });
+    assert.deepEqual(window.take(0), []);
+    submit(2, { blocks: [1] });
+    assert.deepEqual(blocks(window.take(0)), [[1, 2, 2]]);
+  });
+}
+
 test('after a refusal the table waits for credit at that server, and only there', () => {
   submit(1);
   window.take(0);
