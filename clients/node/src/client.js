@@ -78,6 +78,7 @@ export class PushpullClient {
     scheduler.onLost = (error) => this.#fail(error);
     scheduler.onView = (view) => {
       this.#window.observe(view);
+      this.#closeLinks();
       this.#pump();
     };
     scheduler.progress = () => this.#progress();
@@ -171,6 +172,7 @@ export class PushpullClient {
     const { viewNumber } = this.view;
     await Promise.all([...servers].map((nodeId) =>
       this.#server(nodeId)?.openSession(viewNumber, deadlineMs)));
+    this.#check();
     // Another call may have opened it meanwhile; its clock is the one that counts.
     const first = this.#tables.get(table.tableId) ?? opened;
     this.#tables.set(table.tableId, first);
@@ -290,10 +292,16 @@ export class PushpullClient {
     for (const part of parts) this.#pushedBytes += part.payload.length;
     this.#window.submit(step, parts);
     this.#pump();
-    const outcome = await withDeadline(step.done, deadlineMs, () =>
-      `step ${clock} of table '${table.name}': ${step.describeOpen()}`);
+    const outcome = await withDeadline(step.done, deadlineMs, () => [
+      `step ${clock} of table '${table.name}': ${step.describeOpen()}`, ...this.#troubles(),
+    ].join('; '));
     this.#stepCount += 1;
     return outcome;
+  }
+
+  /** The servers that cannot be reached, in words. */
+  #troubles() {
+    return [...this.#servers.values()].map(({ trouble }) => trouble).filter(Boolean);
   }
 
   /** Sends what may be sent. */
@@ -316,12 +324,12 @@ export class PushpullClient {
    * @returns {ServerLink | undefined} undefined if the view does not know it
    */
   #server(nodeId) {
+    this.#check();
     let link = this.#servers.get(nodeId);
     if (link) return link;
     const node = this.view.nodes.find((/** @type {any} */ each) => each.nodeId === nodeId);
     if (!node?.address) return undefined;
-    const { session, signal } = this.#scheduler;
-    link = new ServerLink(node.address, { session, signal });
+    link = new ServerLink(node, this.#scheduler.session);
     link.onLost = (error) => this.#fail(error);
     link.onOpen = () => {
       this.#window.streamOpened(nodeId);
@@ -334,6 +342,18 @@ export class PushpullClient {
     link.onReplies = (replies) => this.#answered(nodeId, replies);
     this.#servers.set(nodeId, link);
     return link;
+  }
+
+  /** Closes the links of servers that have left, or serve no range any more. */
+  #closeLinks() {
+    const serving = new Set(this.view.ranges.map((/** @type {any} */ each) => each.primaryNodeId));
+    for (const [nodeId, link] of this.#servers) {
+      const node = this.view.nodes.find((/** @type {any} */ each) => each.nodeId === nodeId);
+      if (serving.has(nodeId) && link.isOf(node)) continue;
+      this.#servers.delete(nodeId);
+      link.close();
+      this.#window.streamBroke(nodeId);
+    }
   }
 
   /**

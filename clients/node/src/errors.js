@@ -11,6 +11,8 @@ const RETRYABLE = new Set([...WAITS_FOR_A_VIEW, 'RECOVERING', 'DRAINING', 'OVERL
 /** What gRPC itself reports, without an error of ours. @type {Record<number, string>} */
 const CODE_OF_STATUS = {
   [grpc.status.UNAVAILABLE]: 'RECOVERING',
+  // A server that stops ends so what is still under way.
+  [grpc.status.CANCELLED]: 'RECOVERING',
   [grpc.status.DEADLINE_EXCEEDED]: 'WAIT_EXPIRED',
   [grpc.status.RESOURCE_EXHAUSTED]: 'OVERLOADED',
   [grpc.status.UNAUTHENTICATED]: 'UNAUTHENTICATED',

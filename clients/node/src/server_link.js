@@ -1,25 +1,33 @@
 /** One server, seen from a client: a session, one long push stream, pulls. */
 
-import { Backoff, callOnce, callUntil, openClient } from './calls.js';
+import { callOnce, callUntil, openClient } from './calls.js';
 import { ParameterService } from './contract.js';
-import { errorFromCall } from './errors.js';
+import { PushpullError, errorFromCall } from './errors.js';
 
 const SESSION_MS = 10000;
 const MARGIN_MS = 5000;
 
-/** @typedef {import('./errors.js').PushpullError} PushpullError */
-
-/** A server's link. It opens the push stream when first asked, and again whenever it breaks. */
+/**
+ * A server's link. It opens the push stream when first asked, and again whenever it breaks.
+ *
+ * Whoever answers at the address is that server only where its OpenSession says so; anything else
+ * means that nobody is there (docs/reference/PROTOCOL.md, "Who answers"). So an error that no retry
+ * mends counts once the server has said who it is after it.
+ */
 export class ServerLink {
   #client;
+  #node;
   #session;
-  #signal;
+  #closing = new AbortController();
   /** @type {any} */
   #stream = null;
   #isOpening = false;
-  #isClosed = false;
   /** The newest view for which the server knows this session. */
   #knownView = 0;
+  /** What ended the last stream, if no retry mends it. @type {PushpullError | null} */
+  #refusal = null;
+  /** Why the server cannot be reached; empty if it can. */
+  trouble = '';
   /** @type {() => void} */
   onOpen = () => {};
   /** @type {() => void} */
@@ -30,35 +38,76 @@ export class ServerLink {
   onLost = () => {};
 
   /**
-   * @param {string} address host:port
-   * @param {{session: object, signal: AbortSignal}} options
+   * @param {{nodeId: number, incarnation: number, address: string}} node as the view has it
+   * @param {{clusterId: string}} session this client's
    */
-  constructor(address, { session, signal }) {
-    this.#client = openClient(ParameterService, address);
-    this.address = address;
+  constructor(node, session) {
+    this.#client = openClient(ParameterService, node.address);
+    this.#node = node;
     this.#session = session;
-    this.#signal = signal;
   }
 
   /**
-   * Makes the server know this session and what the view says.
+   * Whether it is the link of this node of a view.
+   *
+   * @param {{incarnation: number, address: string} | undefined} node
+   */
+  isOf(node) {
+    return node?.incarnation === this.#node.incarnation && node.address === this.#node.address;
+  }
+
+  get #isClosed() {
+    return this.#closing.signal.aborted;
+  }
+
+  get #name() {
+    return `server ${this.#node.nodeId} (${this.#node.address})`;
+  }
+
+  /**
+   * Makes the server know this session and what the view says. Returns if it is closed, too.
    *
    * @param {number} viewNumber
    * @param {number} deadlineMs
    */
   async openSession(viewNumber, deadlineMs) {
     if (this.#knownView >= viewNumber) return;
+    const attempt = (/** @type {number} */ timeoutMs) => this.#greet(viewNumber, timeoutMs);
+    const what = `OpenSession at ${this.#name}`;
+    const { signal } = this.#closing;
+    try {
+      await callUntil(attempt, { deadlineMs, signal, what, attemptMs: SESSION_MS + MARGIN_MS });
+    } catch (failure) {
+      if (!this.#isClosed) throw failure;
+    }
+  }
+
+  /**
+   * Asks once who is there. RECOVERING: not the server, whatever it said.
+   *
+   * @param {number} viewNumber
+   * @param {number} timeoutMs
+   */
+  async #greet(viewNumber, timeoutMs) {
     const request = { session: this.#session, viewNumber, deadlineMs: SESSION_MS };
-    await callUntil(
-      (timeoutMs) => callOnce(this.#client, 'OpenSession', request, timeoutMs),
-      {
-        deadlineMs,
-        signal: this.#signal,
-        what: `OpenSession at server ${this.address}`,
-        attemptMs: SESSION_MS + MARGIN_MS,
-      },
-    );
-    this.#knownView = viewNumber;
+    try {
+      this.#compare(await callOnce(this.#client, 'OpenSession', request, timeoutMs));
+      this.#knownView = viewNumber;
+      this.trouble = '';
+    } catch (failure) {
+      const { message, retryAfterMs } = errorFromCall(failure);
+      this.#knownView = 0;
+      this.trouble = `${this.#name} cannot be reached: ${message}`;
+      throw new PushpullError('RECOVERING', message, { retryAfterMs });
+    }
+  }
+
+  /** @param {{clusterId: string, nodeId: number, incarnation: number}} answer */
+  #compare({ clusterId, nodeId, incarnation }) {
+    const isOurs = clusterId === this.#session.clusterId;
+    if (isOurs && nodeId === this.#node.nodeId && incarnation === this.#node.incarnation) return;
+    const who = `server ${nodeId} (incarnation ${incarnation}) of cluster '${clusterId}'`;
+    throw new PushpullError('RECOVERING', `${who} answers there`);
   }
 
   /**
@@ -69,23 +118,11 @@ export class ServerLink {
   async openPushStream(viewNumber) {
     if (this.#stream || this.#isOpening || this.#isClosed) return;
     this.#isOpening = true;
-    const backoff = new Backoff(this.#signal);
     try {
-      while (!this.#stream && !this.#isClosed) {
-        try {
-          await this.openSession(viewNumber, SESSION_MS);
-          this.#start();
-        } catch (failure) {
-          const error = errorFromCall(failure);
-          if (!error.isRetryable && error.code !== 'WAIT_EXPIRED') {
-            if (!this.#signal.aborted) this.onLost(error);
-            return;
-          }
-          await backoff.wait(error.retryAfterMs);
-        }
-      }
-    } catch (failure) {
-      if (!this.#signal.aborted) throw failure;
+      await this.openSession(viewNumber, Infinity);
+      if (this.#isClosed) return;
+      if (this.#refusal) this.onLost(this.#refusal);
+      else this.#start();
     } finally {
       this.#isOpening = false;
     }
@@ -98,7 +135,7 @@ export class ServerLink {
       this.#broken(stream, errorFromCall(failure));
     });
     stream.on('end', () => this.#broken(stream, null));
-    stream.write({ header: { session: this.#session } });
+    stream.write({ header: { session: this.#session, receiverNodeId: this.#node.nodeId } });
     this.onOpen();
   }
 
@@ -110,9 +147,9 @@ export class ServerLink {
     if (this.#stream !== stream) return;
     this.#stream = null;
     this.#knownView = 0;
-    if (this.#isClosed || this.#signal.aborted) return;
-    if (error && !error.isRetryable && !error.isFromGrpc) this.onLost(error);
-    else this.onBroken();
+    if (this.#isClosed) return;
+    this.#refusal = error && !error.isRetryable && !error.isFromGrpc ? error : null;
+    this.onBroken();
   }
 
   /** @param {object} request a PushRequest; the stream must be open */
@@ -126,22 +163,39 @@ export class ServerLink {
    * @param {object} request a PullRequest without session
    * @param {number} deadlineMs
    * @param {(part: any) => void} onPart
+   */
+  async pull(request, deadlineMs, onPart) {
+    const viewNumber = this.#knownView;
+    try {
+      await this.#pulled(request, deadlineMs, onPart);
+    } catch (failure) {
+      const error = errorFromCall(failure);
+      const isPassing = error.isRetryable || error.code === 'WAIT_EXPIRED';
+      if (!isPassing) await this.#greet(viewNumber, SESSION_MS);
+      throw error;
+    }
+  }
+
+  /**
+   * @param {object} request
+   * @param {number} deadlineMs
+   * @param {(part: any) => void} onPart
    * @returns {Promise<void>}
    */
-  pull(request, deadlineMs, onPart) {
+  #pulled(request, deadlineMs, onPart) {
     return new Promise((resolve, reject) => {
       const call = this.#client.Pull(
         { ...request, session: this.#session, deadlineMs },
         { deadline: Date.now() + deadlineMs + MARGIN_MS },
       );
       call.on('data', onPart);
-      call.on('error', (/** @type {unknown} */ failure) => reject(errorFromCall(failure)));
+      call.on('error', reject);
       call.on('end', resolve);
     });
   }
 
   close() {
-    this.#isClosed = true;
+    this.#closing.abort();
     this.#stream?.cancel();
     this.#client.close();
   }

@@ -56,3 +56,34 @@ test('who leaves says so to the scheduler though no last step can be taken', asy
   await assert.rejects(client.leave(), { code: 'INVALID_CONFIG' });
   assert.ok(cluster.hasLeft);
 });
+
+const STRANGERS = {
+  'a cluster that was restored': { refusal: 'FENCED' },
+  'something else': { refusal: 'UNIMPLEMENTED' },
+  'a server that stops': { refusal: 'CANCELLED' },
+  'another server': { identity: { nodeId: 99 } },
+  'a later life of the server': { identity: { incarnation: 99 } },
+  'a server of another cluster': { identity: { clusterId: 'another' } },
+};
+
+for (const [who, stranger] of Object.entries(STRANGERS)) {
+  test(`${who} at a server's address is nobody: requests follow the range`, async (t) => {
+    const cluster = await StubCluster.start(t, { serverCount: 2 });
+    const client = await connect(t, cluster);
+    const table = await client.table('t');
+    const [before, after] = cluster.servers;
+    after.value = 5;
+    Object.assign(before, stranger, {
+      onOpenSession: () => {
+        before.onOpenSession = () => {};
+        cluster.show({ primary: 12 });
+      },
+    });
+    cluster.show();
+    await client.createTable({ name: 't', elementCount: 256, optimizer: { kind: 'SGD' } });
+    const [step, values] = await Promise.all([client.push(table, ONES), client.pull(table)]);
+    assert.deepEqual([step.applied, values[0]], [true, 5]);
+    assert.deepEqual(before.requests, []);
+    assert.equal(after.requests.find(({ header }) => header).header.receiverNodeId, 12);
+  });
+}

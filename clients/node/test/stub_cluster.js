@@ -1,6 +1,6 @@
 /**
- * A scheduler and its servers, as far as a client's own rules need them. Tests say what they answer;
- * the real ones are in tests/system.
+ * A scheduler and its servers, as far as a client's own rules need them. Tests say what they
+ * answer; the real ones are in tests/system.
  */
 
 import grpc from '@grpc/grpc-js';
