@@ -117,12 +117,20 @@ PLAYS = {
           await caught(client.pull(table, { clock: 0, consistent: true })),
           await caught(PushpullClient.connect(undefined, { rank: 0 })),
         ];
+        const given = await client.createTable({
+          ...spec, name: 'given', initializer: 'fromRankZero',
+        });
+        const wrong = new Float32Array(200).fill(2);
+        wrong[70] = NaN;
+        errors.push(await caught(client.assign(given, wrong)));
+        await client.assign(given, ones);
         const { applied } = await client.push(table, ones);
         return {
           codes: errors.map((error) => error instanceof PushpullError && error.code),
           clock: errors[4].clock,
           applied,
           values: [...new Set(await client.pull(table))],
+          given: [...new Set(await client.pull(given))],
         };
     """,
     "reader": """
@@ -245,7 +253,9 @@ def test_errors_are_those_of_the_catalogue_and_harm_nothing(seen: dict[str, Any]
         "WAIT_EXPIRED",
         "ALREADY_PAST",
         "INVALID_CONFIG",
+        "INVALID_TENSOR",
     ]
+    assert found["given"] == [1.0]
     assert (found["clock"], found["applied"], found["values"]) == (2, True, [-1.0])
 
 

@@ -14,6 +14,8 @@
  *     if a block was INVALID.
  *   - A seal that is INVALID is followed by one with skip, so that nobody waits for the step. None
  *     follows where the clock is over all the same, or the table is.
+ *   - Initial values (clock 0) cannot be skipped: where one is INVALID, so is every seal, and
+ *     the step ends. The blocks of the next attempt replace those of this one.
  */
 
 import { PushpullError, errorFromMessage } from './errors.js';
@@ -42,6 +44,7 @@ import { PushpullError, errorFromMessage } from './errors.js';
  * @property {number} server where it was sent; 0 if nowhere
  * @property {number} retryMs not before this time
  * @property {boolean} skip seals: send it with skip
+ * @property {number} replaces the sequence of the same block in a failed attempt; 0 if none
  */
 
 /** @typedef {{server: number, epoch: number}} Owner */
@@ -66,6 +69,7 @@ export class Step {
     this.entries = [];
     this.openCount = 0;
     this.sealsReleased = false;
+    this.isOver = false;
     this.isApplied = !terms.skip;
     /** @type {PushpullError | null} */
     this.problem = null;
@@ -96,6 +100,12 @@ export class Step {
   }
 }
 
+/**
+ * @param {Step} step
+ * @param {BlockPart} part
+ */
+const blockKey = (step, part) => `${step.layout.tableId}/${part.block}`;
+
 /** All pushes and seals of one worker, over all tables and servers. */
 export class PushWindow {
   #windowBytes;
@@ -110,6 +120,8 @@ export class PushWindow {
   #connected = new Set();
   /** No block of (server, table) before this time. @type {Map<string, number>} */
   #blocked = new Map();
+  /** Initial values that came to nothing, by table and block. @type {Map<string, number>} */
+  #failedValues = new Map();
 
   /** @param {{windowBytes?: number}} [options] payload bytes in flight, over all servers */
   constructor({ windowBytes = 32 * 1024 * 1024 } = {}) {
@@ -149,9 +161,18 @@ export class PushWindow {
    */
   #add(step, rangeId, part) {
     const sequence = this.#sequence(step.layout.tableId, rangeId).next++;
+    const isInitial = part !== null && step.clock === 0;
     /** @type {Entry} */
     const entry = {
-      step, rangeId, sequence, part, state: 'queued', server: 0, retryMs: 0, skip: step.terms.skip,
+      step,
+      rangeId,
+      sequence,
+      part,
+      state: 'queued',
+      server: 0,
+      retryMs: 0,
+      skip: step.terms.skip,
+      replaces: (isInitial && this.#failedValues.get(blockKey(step, part))) || 0,
     };
     this.#open.set(`${step.layout.tableId}/${rangeId}/${sequence}`, entry);
     step.entries.push(entry);
@@ -279,7 +300,9 @@ export class PushWindow {
     step.staleness = Math.max(step.staleness, reply.staleness);
     if (reply.outcome !== 'OUTCOME_APPLIED') step.isApplied = false;
     if (reply.outcome === 'OUTCOME_INVALID') this.#invalid(entry, errorFromMessage(reply.error));
-    if (step.openCount) return;
+    if (step.isOver) return;
+    step.isOver = this.#cameToNothing(step) || !step.openCount;
+    if (!step.isOver) return;
     if (step.problem) step.reject(step.problem);
     else step.resolve({ clock: step.clock, applied: step.isApplied, staleness: step.staleness });
   }
@@ -291,8 +314,22 @@ export class PushWindow {
   #invalid(entry, error) {
     entry.step.problem ??= error;
     if (entry.part || OVER.has(error.code)) return;
-    if (entry.skip) throw error;
-    this.#add(entry.step, entry.rangeId, null).skip = true;
+    if (!entry.skip) this.#add(entry.step, entry.rangeId, null).skip = true;
+    else if (entry.step.clock) throw error;
+  }
+
+  /**
+   * Whether these initial values came to nothing: all seals have ended, and something is wrong.
+   *
+   * @param {Step} step
+   */
+  #cameToNothing(step) {
+    if (step.clock || !step.problem) return false;
+    if (step.entries.some(({ part, state }) => !part && state !== 'ended')) return false;
+    for (const { part, sequence } of step.entries) {
+      if (part) this.#failedValues.set(blockKey(step, part), sequence);
+    }
+    return true;
   }
 
   /**
@@ -363,6 +400,7 @@ export class PushWindow {
         block,
         clock: step.clock,
         sequence: entry.sequence,
+        replaces: entry.replaces,
         confirmedSequence: this.#sequence(step.layout.tableId, entry.rangeId).confirmed,
         codec: step.codec,
         kind: step.kind,

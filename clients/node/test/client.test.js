@@ -87,3 +87,15 @@ for (const [who, stranger] of Object.entries(STRANGERS)) {
     assert.equal(after.requests.find(({ header }) => header).header.receiverNodeId, 12);
   });
 }
+
+test('initial values with an invalid block reject with its error', async (t) => {
+  const cluster = await StubCluster.start(t);
+  const client = await connect(t, cluster);
+  const table = await client.table('t');
+  const [server] = cluster.servers;
+  const taken = server.outcomeOf;
+  server.outcomeOf = ({ seal }) => invalid(seal ? 'INVALID_CONFIG' : 'INVALID_TENSOR');
+  await assert.rejects(client.assign(table, ONES), { code: 'INVALID_TENSOR' });
+  server.outcomeOf = taken;
+  assert.deepEqual(await client.assign(table, ONES), { clock: 0, applied: true, staleness: 0 });
+});

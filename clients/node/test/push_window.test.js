@@ -133,6 +133,29 @@ for (const [code, skip] of [['EDIT_REFUSED', false], ['UPDATE_FAILED', true]]) {
   });
 }
 
+test('initial values with an invalid block come to nothing; the next replace them', async () => {
+  const step = submit(0);
+  const replaced = (sent) => sent.filter((each) => each.request.block)
+    .map(({ request: { block } }) => block.replaces);
+  assert.deepEqual(replaced(window.take(0)), [0, 0, 0, 0]);
+  commit(2, 1, 'INVALID', error('INVALID_TENSOR').error);
+  for (const place of [[0, 1], [0, 2], [3, 1]]) reply('RECEIVED', ...place);
+  assert.deepEqual(seals(window.take(0)), [[11, true, [[0, 3]]], [12, true, [[2, 2], [3, 2]]]]);
+  for (const [rangeId, sequence] of [[0, 3], [2, 2], [3, 2]]) {
+    commit(rangeId, sequence, 'INVALID', error('INVALID_CONFIG').error);
+  }
+  await assert.rejects(step.done, { code: 'INVALID_TENSOR' });
+  const again = submit(0);
+  const sent = window.take(0);
+  assert.deepEqual(blocks(sent), [[0, 0, 4], [1, 2, 3], [2, 0, 5], [3, 3, 3]]);
+  assert.deepEqual(replaced(sent), [1, 1, 2, 1]);
+  for (const place of [[0, 1], [0, 2], [3, 1]]) commit(...place, 'REPLACED');
+  for (const [, rangeId, sequence] of blocks(sent)) reply('RECEIVED', rangeId, sequence);
+  assert.deepEqual(seals(window.take(0)), [[11, false, [[0, 6]]], [12, false, [[2, 4], [3, 4]]]]);
+  for (const place of [[0, 4], [0, 5], [0, 6], [2, 3], [2, 4], [3, 3], [3, 4]]) commit(...place);
+  assert.equal((await again.done).applied, true);
+});
+
 test('after a refusal the table waits for credit at that server, and only there', () => {
   submit(1);
   window.take(0);
