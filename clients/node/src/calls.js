@@ -9,6 +9,10 @@ import { PushpullError, errorFromCall } from './errors.js';
 const FIRST_RETRY_MS = 100;
 const LAST_RETRY_MS = 2000;
 const ATTEMPT_MS = 5000;
+/** Longer delays end a timer of Node's at once. */
+const LONGEST_TIMER_MS = 2 ** 31 - 1;
+/** The longest wait that a request may ask for. */
+export const LONGEST_WAIT_MS = 3600000;
 
 export const CHANNEL_OPTIONS = {
   'grpc.enable_http_proxy': 0,
@@ -37,6 +41,17 @@ export function callOnce(client, method, request, timeoutMs) {
     };
     client[method](request, { deadline }, answer);
   });
+}
+
+/**
+ * Calls `expire` at the end of a deadline, but not of one that no timer reaches, such as Infinity.
+ *
+ * @param {() => void} expire
+ * @param {number} deadlineMs from now
+ * @returns {NodeJS.Timeout | undefined} for clearTimeout
+ */
+export function expireAfter(expire, deadlineMs) {
+  return deadlineMs > LONGEST_TIMER_MS ? undefined : setTimeout(expire, deadlineMs);
 }
 
 /** Random waits whose bound doubles (full jitter), until a deadline or an abort. */

@@ -12,6 +12,7 @@
 
 import { setTimeout as sleep } from 'node:timers/promises';
 
+import { LONGEST_WAIT_MS, expireAfter } from './calls.js';
 import { decodeInto, encode, nativeCodec, valuesFor } from './codecs.js';
 import { PushpullError, errorFromCall, errorFromMessage } from './errors.js';
 import { TableLayout, packPresence } from './layout.js';
@@ -400,8 +401,10 @@ export class PushpullClient {
         table.isJoining = false;
         return values;
       }
-      if (problem && !problem.isRetryable) throw problem;
-      if (Date.now() >= endMs) {
+      const hasTime = Date.now() < endMs;
+      const goesOn = problem?.code === 'WAIT_EXPIRED' && hasTime;
+      if (problem && !problem.isRetryable && !goesOn) throw problem;
+      if (!hasTime) {
         const why = problem?.message ?? 'no server serves its ranges';
         const what = `the pull of table '${table.name}'`;
         throw new PushpullError('WAIT_EXPIRED', `${what} expired: ${why}`);
@@ -442,7 +445,7 @@ export class PushpullClient {
       try {
         const link = this.#server(nodeId);
         if (!link) return;
-        const leftMs = Math.max(endMs - Date.now(), 1);
+        const leftMs = Math.min(Math.max(endMs - Date.now(), 1), LONGEST_WAIT_MS);
         await link.openSession(this.view.viewNumber, leftMs);
         await link.pull({ ...asked, ranges: parts }, leftMs, onPart);
         for (const { rangeId } of parts) if (!failed.has(rangeId)) missing.delete(rangeId);
@@ -558,7 +561,7 @@ async function withDeadline(promise, deadlineMs, describe) {
   /** @type {NodeJS.Timeout | undefined} */
   let timer;
   const expired = new Promise((_, reject) => {
-    timer = setTimeout(
+    timer = expireAfter(
       () => reject(new PushpullError('WAIT_EXPIRED', `after ${deadlineMs} ms: ${describe()}`)),
       deadlineMs,
     );

@@ -2,7 +2,7 @@
 
 import { randomBytes } from 'node:crypto';
 
-import { Backoff, callOnce, callUntil, openClient } from './calls.js';
+import { Backoff, LONGEST_WAIT_MS, callOnce, callUntil, expireAfter, openClient } from './calls.js';
 import { SchedulerService } from './contract.js';
 import { PushpullError, errorFromCall } from './errors.js';
 import { joinProof, joinSecret } from './join_secret.js';
@@ -210,7 +210,7 @@ export class SchedulerLink {
         finish();
         reject(new PushpullError('WAIT_EXPIRED', `no ${what} within ${deadlineMs} ms`));
       };
-      const timer = setTimeout(expire, deadlineMs);
+      const timer = expireAfter(expire, deadlineMs);
       const finish = () => {
         clearTimeout(timer);
         this.#viewWaiters.delete(settle);
@@ -230,7 +230,8 @@ export class SchedulerLink {
   async createTable(spec, deadlineMs) {
     const endMs = Date.now() + deadlineMs;
     const request = { session: this.session, spec };
-    const answer = await this.#call('CreateTable', request, deadlineMs, deadlineMs);
+    const attemptMs = Math.min(deadlineMs, LONGEST_WAIT_MS);
+    const answer = await this.#call('CreateTable', request, deadlineMs, attemptMs);
     await this.viewAtLeast(answer.viewNumber, Math.max(endMs - Date.now(), CALL_MS));
     return answer.table;
   }

@@ -2,6 +2,7 @@
 
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
+import { setTimeout as sleep } from 'node:timers/promises';
 
 import { PushpullClient } from '../src/index.js';
 import { StubCluster, stubTable } from './stub_cluster.js';
@@ -98,4 +99,25 @@ test('initial values with an invalid block reject with its error', async (t) => 
   await assert.rejects(client.assign(table, ONES), { code: 'INVALID_TENSOR' });
   server.outcomeOf = taken;
   assert.deepEqual(await client.assign(table, ONES), { clock: 0, applied: true, staleness: 0 });
+});
+
+test('deadlines that are longer than a timer can be do not expire', async (t) => {
+  /** As long as the timer of such a delay would take, and longer. */
+  const TIMER_MS = 10;
+  const cluster = await StubCluster.start(t);
+  cluster.show({ tables: [] });
+  const client = await connect(t, cluster);
+  const [server] = cluster.servers;
+  server.outcomeOf = async () => {
+    await sleep(TIMER_MS);
+    return { outcome: 'OUTCOME_APPLIED' };
+  };
+  const opened = client.table('t', { deadlineMs: 2 ** 31 });
+  await sleep(TIMER_MS);
+  cluster.show();
+  const table = await opened;
+  assert.ok((await client.push(table, ONES, { deadlineMs: Infinity })).applied);
+  await client.pull(table, { deadlineMs: Infinity });
+  const [{ pull }] = server.requests.filter((each) => each.pull);
+  assert.equal(pull.deadlineMs, 3600000);
 });
