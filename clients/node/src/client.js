@@ -219,7 +219,7 @@ export class PushpullClient {
    * @param {number} [options.deadlineMs]
    * @returns {Promise<StepOutcome>} when every entry has its outcome; rejects with a PushpullError
    */
-  push(table, values, { hyperparameters, contributionScale, absent = [], deadlineMs } = {}) {
+  async push(table, values, { hyperparameters, contributionScale, absent = [], deadlineMs } = {}) {
     const terms = sealTerms({ hyperparameters, contributionScale });
     const parts = this.#cut(table, values, new Set(absent));
     const what = { clock: table.clock + 1, kind: 'GRADIENT', terms };
@@ -233,7 +233,7 @@ export class PushpullClient {
    * @param {{deadlineMs?: number}} [options]
    * @returns {Promise<StepOutcome>}
    */
-  skip(table, { deadlineMs } = {}) {
+  async skip(table, { deadlineMs } = {}) {
     const terms = sealTerms({ skip: true });
     return this.#take(table, [], { clock: table.clock + 1, kind: 'GRADIENT', terms }, deadlineMs);
   }
@@ -246,7 +246,7 @@ export class PushpullClient {
    * @param {{deadlineMs?: number}} [options]
    * @returns {Promise<StepOutcome>}
    */
-  assign(table, values, { deadlineMs } = {}) {
+  async assign(table, values, { deadlineMs } = {}) {
     const parts = this.#cut(table, values, new Set());
     return this.#take(table, parts, { clock: 0, kind: 'ASSIGN', terms: sealTerms({}) }, deadlineMs);
   }
@@ -384,7 +384,7 @@ export class PushpullClient {
    */
   async pull(table, { clock = table.clock, consistent = false, out, deadlineMs = PULL_MS } = {}) {
     this.#check();
-    const values = out ?? valuesFor(table.spec.dtype, table.elementCount);
+    const values = outFor(table, out);
     const endMs = Date.now() + deadlineMs;
     let leastClock = Infinity;
     const take = (/** @type {any} */ value) => {
@@ -531,6 +531,25 @@ export class PushpullClient {
   #check() {
     if (this.#failure) throw this.#failure;
   }
+}
+
+/**
+ * Where the values of a pull go.
+ *
+ * @param {Table} table
+ * @param {Values | null | undefined} out
+ * @returns {Values}
+ */
+function outFor(table, out) {
+  if (!out) return valuesFor(table.spec.dtype, table.elementCount);
+  const isTyped = out instanceof Float32Array || out instanceof Float64Array;
+  if (isTyped && out.length >= table.elementCount) return out;
+  const kind = isTyped ? `a ${out.constructor.name} of ${out.length} elements` : `a ${typeof out}`;
+  throw new PushpullError(
+    'INVALID_TENSOR',
+    `out is ${kind}; table '${table.name}' needs a Float32Array or Float64Array of at least `
+      + `${table.elementCount}`,
+  );
 }
 
 /**

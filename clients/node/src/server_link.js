@@ -188,7 +188,14 @@ export class ServerLink {
         { ...request, session: this.#session, deadlineMs },
         { deadline: Date.now() + deadlineMs + MARGIN_MS },
       );
-      call.on('data', onPart);
+      call.on('data', (/** @type {any} */ part) => {
+        try {
+          onPart(part);
+        } catch (failure) {
+          reject(failure);
+          call.cancel();
+        }
+      });
       call.on('error', reject);
       call.on('end', resolve);
     });

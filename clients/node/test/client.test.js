@@ -121,3 +121,35 @@ test('deadlines that are longer than a timer can be do not expire', async (t) =>
   const [{ pull }] = server.requests.filter((each) => each.pull);
   assert.equal(pull.deadlineMs, 3600000);
 });
+
+test('a pull into what cannot take the table rejects, and asks nobody', async (t) => {
+  const cluster = await StubCluster.start(t);
+  const client = await connect(t, cluster);
+  const table = await client.table('t');
+  for (const out of [new Float32Array(1), new Array(256).fill(0), new Int32Array(256)]) {
+    await assert.rejects(client.pull(table, { out }), { code: 'INVALID_TENSOR' });
+  }
+  assert.deepEqual(cluster.servers[0].requests, []);
+  const out = new Float32Array(256).fill(1);
+  assert.equal(await client.pull(table, { out }), out);
+  assert.equal(out[255], 0);
+});
+
+test('a pull of values that do not fit their block rejects, and the client lives', async (t) => {
+  const cluster = await StubCluster.start(t);
+  const client = await connect(t, cluster);
+  const table = await client.table('t');
+  cluster.servers[0].blockValue = { payload: Buffer.alloc(4) };
+  await assert.rejects(client.pull(table), { code: 'INVALID_TENSOR' });
+  cluster.servers[0].blockValue = {};
+  await client.pull(table);
+});
+
+test('values that are not of the table reject', async (t) => {
+  const cluster = await StubCluster.start(t);
+  const client = await connect(t, cluster);
+  const table = await client.table('t');
+  await assert.rejects(client.push(table, [1]), { code: 'INVALID_TENSOR' });
+  await assert.rejects(client.assign(table, [1]), { code: 'INVALID_TENSOR' });
+  assert.equal((await client.push(table, ONES)).clock, 1);
+});
