@@ -1,8 +1,8 @@
 /**
  * The contract, loaded from the .proto files at run time.
  *
- * Field names are camelCase, enums are their names, 64-bit numbers are JavaScript numbers: every
- * one of the contract stays below 2^53.
+ * Field names are camelCase, enums are their names, 64-bit numbers are JavaScript numbers: those
+ * that this client uses stay below 2^53. The few others (PROTOCOL.md, "Conventions") come rounded.
  */
 
 import { fileURLToPath } from 'node:url';
