@@ -315,7 +315,10 @@ export class PushWindow {
     entry.step.problem ??= error;
     if (entry.part || OVER.has(error.code)) return;
     if (!entry.skip) this.#add(entry.step, entry.rangeId, null).skip = true;
-    else if (entry.step.clock) throw error;
+    else if (entry.step.clock) {
+      entry.step.reject(entry.step.problem);
+      throw error;
+    }
   }
 
   /**

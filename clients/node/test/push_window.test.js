@@ -133,6 +133,16 @@ for (const [code, skip] of [['EDIT_REFUSED', false], ['UPDATE_FAILED', true]]) {
   });
 }
 
+test('a step whose last seal cannot even be skipped rejects, and the error comes out', async () => {
+  const step = submit(1, { blocks: [], skip: true });
+  window.take(0);
+  for (const rangeId of [0, 2]) commit(rangeId, 1);
+  const refused = error('INVALID_CONFIG').error;
+  assert.throws(() => commit(3, 1, 'INVALID', refused), { code: 'INVALID_CONFIG' });
+  window.abandon(Object.assign(new Error('gone'), { code: 'NOT_PERMITTED' }));
+  await assert.rejects(step.done, { code: 'INVALID_CONFIG' });
+});
+
 test('initial values with an invalid block come to nothing; the next replace them', async () => {
   const step = submit(0);
   const replaced = (sent) => sent.filter((each) => each.request.block)
