@@ -90,11 +90,15 @@ class _Comparison:
     def _go(self, replay: Replay, told: Callable[[int], object]) -> list[str]:
         """Replay up to the checkpoint; the blocks that are not there then."""
         if self._wanted is not None:
-            problems = replay.go_to_versions(self._wanted)
+            problems = replay.go_to_versions(self._wanted, partial(self._is_found, replay))
             told(replay.made_count)
             return problems
         go_to(replay, self._saved.clock, told)
         return []
+
+    def _is_found(self, replay: Replay, table: Table, block: int) -> bool:
+        """True if a block is as in the checkpoint; of rows, which have no edits, always."""
+        return table.spec.rows is not None or not any(_subjects(replay, table, block, self._reader))
 
     def _row_problems(self, told: Callable[[int], object]) -> list[str]:
         """The problems of a table of rows, of which a range is in memory at a time."""
@@ -149,22 +153,28 @@ def _cut(problems: list[str]) -> list[str]:
 
 
 def _differences(replay: Replay, table: Table, reader: CheckpointReader) -> Iterator[str]:
-    name = table.spec.name
     others: dict[str, list[int]] = {}
     for block in range(table.block_count):
-        made, stored = replay.block(table, block), reader.block(name, block)
-        if _steps(made.steps) != _steps(stored.steps):
-            others.setdefault("counts of steps", []).append(block)
-        if made.version != stored.version:
-            others.setdefault("counts of updates", []).append(block)
-        tensors = dict(made.tensors)
-        for tensor in sorted({*tensors, *stored.tensors}):
-            if tensor not in tensors or tensor not in stored.tensors:
-                others.setdefault(f"{tensor} in one of them only", []).append(block)
-            elif tensors[tensor] != reader.read(name, block, tensor):
-                others.setdefault(tensor, []).append(block)
+        for subject in _subjects(replay, table, block, reader):
+            others.setdefault(subject, []).append(block)
     for subject, blocks in others.items():
         yield f"{subject} differ in {len(blocks)} of {table.block_count} blocks {_listed(blocks)}"
+
+
+def _subjects(replay: Replay, table: Table, block: int, reader: CheckpointReader) -> Iterator[str]:
+    """The differences of a block."""
+    name = table.spec.name
+    made, stored = replay.block(table, block), reader.block(name, block)
+    if _steps(made.steps) != _steps(stored.steps):
+        yield "counts of steps"
+    if made.version != stored.version:
+        yield "counts of updates"
+    tensors = dict(made.tensors)
+    for tensor in sorted({*tensors, *stored.tensors}):
+        if tensor not in tensors or tensor not in stored.tensors:
+            yield f"{tensor} in one of them only"
+        elif tensors[tensor] != reader.read(name, block, tensor):
+            yield tensor
 
 
 def _listed(blocks: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ import copy as copies
 import functools
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -185,12 +185,20 @@ class Replay:
             self.made_count += 1
         return self.made_count < until or self.made_count == len(self._changes)
 
-    def go_to_versions(self, wanted: Mapping[tuple[TableId, int], int]) -> list[str]:
+    def go_to_versions(
+        self,
+        wanted: Mapping[tuple[TableId, int], int],
+        is_found: Callable[[Table, int], bool] = lambda *_: True,
+    ) -> list[str]:
         """Make the changes of each range until its blocks have had the wanted updates. Nothing can
         be made after that. Returns the problems with blocks that do not end there.
 
+        A range always gets its initial values. An edit is no update: those behind the last update
+        are made one by one, until every block of the range is found.
+
         Args:
             wanted: number of updates of each block, by table.
+            is_found: True if a block has the values that are looked for.
         """
         check(not self.made_count, "RP-1", f"{self.made_count} changes have been made already")
         self.made_count = len(self._changes)
@@ -199,9 +207,18 @@ class Replay:
             store = self._shards.stores[place]
             return any(store.version(b) < wanted[place[0], b] for b in self._blocks[place])
 
+        def is_made(change: ReplayedChange) -> bool:
+            place = change.place
+            if _begins(change) or is_short(place):
+                return True
+            table = self._tables[place[0]]
+            return _keeps_versions(change, wanted) and not all(
+                is_found(table, block) for block in self._blocks[place]
+            )
+
         lagging = set(self._reached)
         for _, change in self._changes:
-            if change.place in lagging and is_short(change.place):
+            if change.place in lagging and is_made(change):
                 self._make(change)
             else:
                 lagging.discard(change.place)
@@ -226,9 +243,8 @@ class Replay:
         return torn_at(self._raw_changes, self._reached, clock)
 
     def _make(self, change: ReplayedChange) -> None:
+        came = _read(change)
         try:
-            reader = ReplicationReader(is_open=True)
-            *_, came = map(reader.read, change.payloads)
             if isinstance(came, LogRecord):
                 self._make_record(change, came)
             elif isinstance(came, RangeCopy):
@@ -410,6 +426,34 @@ class Replay:
             return square_sum_of_gradients(at_once(store.receiving(accumulator)))
         received = at_once(store.receiving(accumulator))
         return sum(contributions.square_sum(part, self._pool) for part in received.parts.values())
+
+
+def _read(change: ReplayedChange) -> object:
+    """Its log record, or the copy of its snapshot."""
+    try:
+        reader = ReplicationReader(is_open=True)
+        *_, came = map(reader.read, change.payloads)
+    except PushpullError as error:
+        raise InvalidUpdateLog(f"{change.where}: {error.message}") from error
+    return came
+
+
+def _begins(change: ReplayedChange) -> bool:
+    """True if a change has the first values of its range: initial ones, or those of a snapshot."""
+    return change.origin is Origin.BEGIN or any(not each.clock for each in change.decisions)
+
+
+def _keeps_versions(change: ReplayedChange, wanted: Mapping[tuple[TableId, int], int]) -> bool:
+    """True if blocks that have had the wanted updates have had no more after the change."""
+    came = _read(change)
+    if isinstance(came, LogRecord):
+        puts = [each for each in came.changes if isinstance(each, Put)]
+        return all(each.accumulator is not None and not each.accumulator.blocks for each in puts)
+    table_id, _ = change.place
+    if isinstance(came, RangeCopy) and table_id in came.stores:
+        blocks = came.stores[table_id].blocks
+        return all(each.version == wanted[table_id, each.block] for each in blocks)
+    return True
 
 
 def _add_tensors(found: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:

@@ -112,7 +112,7 @@ def test_a_table_that_is_not_there_is_named_with_those_that_are(bsp_log: Path) -
 # --- against a checkpoint
 
 
-def checkpoint_of(root: Path, owners: Sequence[Owner], clock: int) -> str:
+def checkpoint_of(root: Path, owners: Sequence[Owner], clock: int, *, is_torn: bool = False) -> str:
     """A checkpoint of what they have."""
     name, file = MODEL.spec.name, "server-1.safetensors"
     directory = CheckpointStore(locate(str(root))).directory(1, CLUSTER_ID)
@@ -129,7 +129,7 @@ def checkpoint_of(root: Path, owners: Sequence[Owner], clock: int) -> str:
     written = writer.finish(1, CLUSTER_ID)
     directory.commit(file, path)
     manifest = saved([MODEL.spec], file, written, {name: MODEL.block_count})
-    tables = tuple(replace(table, clock=clock) for table in manifest.tables)
+    tables = tuple(replace(each, clock=clock, is_torn=is_torn) for each in manifest.tables)
     directory.write_manifest(replace(manifest, tables=tables))
     return directory.url
 
@@ -155,3 +155,24 @@ def test_a_table_that_the_checkpoint_does_not_have_is_not_equal(tmp_path: Path) 
         f"later: it is not in {url}",
         "model: equal, bit for bit, at clock 1",
     ]
+
+
+def test_a_range_of_its_own_moment_has_its_initial_values_and_its_edits(tmp_path: Path) -> None:
+    """Neither is an update: one range had none, and another ends with an edit, or before it."""
+    left, right = Owner(LEFT, ASP), Owner(RIGHT, ASP)
+    log = WrittenLog(tmp_path / "log", ASP)
+    for owner in (left, right):
+        log.begin(owner)
+        log.record(owner.assigned(3.0))
+    log.record(left.update(1))
+    urls = [checkpoint_of(tmp_path / "before", (left, right), 1, is_torn=True)]
+    log.record(left.assigned(5.0, 2))
+    urls.append(checkpoint_of(tmp_path / "after", (left, right), 2, is_torn=True))
+    for owner in (left, right):
+        log.record(owner.update(3))
+    for url in urls:
+        stream = io.StringIO()
+        with Output(stream) as output:
+            assert replay(ReplayOptions(log.path, against=url), output) == 0, stream.getvalue()
+        text = stream.getvalue()
+        assert text == "model: equal, bit for bit, each block at its version in the checkpoint\n"

@@ -104,9 +104,9 @@ class Owner:
         )
         return self._decide(Put(record, None), record)
 
-    def assigned(self, value: float) -> LogRecord:
-        """Initial values from rank 0."""
-        record = self._record(0, (0,))._replace(is_assign=True)
+    def assigned(self, value: float, clock: int = 0) -> LogRecord:
+        """Initial values from rank 0; with a clock, its edit."""
+        record = self._record(clock, (0,))._replace(is_assign=True)
         return self._decide(Assigned(record, self._total(value).blocks), record, is_counted=False)
 
     def snapshot(self) -> list[bytes]:
