@@ -189,6 +189,13 @@ def _ends(replayer: Replay, history: History) -> Iterator[str]:
         )
     if history.lost_count:
         yield f"{history.lost_count} clocks are in no log, and are no versions"
+    late = next((t for t in replayer.tables if t.table_id == history.late_table), None)
+    if late is not None:
+        remedy = ": --table with the others shows them" * (len(replayer.tables) > 1)
+        yield (
+            f"{history.earlier_count:,} steps came before table '{late.title}' had its initial "
+            f"values, and are no versions{remedy}"
+        )
     if replayer.checked_count:
         yield f"equal, bit for bit, to {replayer.checked_count} snapshots in the log"
 

@@ -85,6 +85,7 @@ def document_of(
         "last_version": history.versions[-1].number,
         "unfinished_count": len(history.unfinished),
         "lost_count": history.lost_count,
+        "earlier_count": history.earlier_count,
         "checked_snapshot_count": replayer.checked_count,
         "notes": list(notes),
         "versions": [_entry(row) for row in rows],

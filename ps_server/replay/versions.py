@@ -8,6 +8,8 @@ Rules:
     - If all is BSP, a version is a clock: every range has that update, and nothing beyond it.
     - Else versions are counted, in the order in which steps were completed: a version is everything
       as it was when the last change of its step was made, changes of other steps included.
+    - Counted versions begin with the last initial values, or the last snapshot with which a range
+      begins. Steps that ended before them are no versions.
     - A step that is not in every range is no version.
 
 Invariants:
@@ -145,6 +147,8 @@ class History:
         changes: with their positions, in the order in which they are made again.
         unfinished: steps that are not in every range.
         lost_count: clocks that are no version, because some of their updates are in no log.
+        earlier_count: steps that are no version, because they ended before the initial values of a
+            table that came late, `late_table`.
     """
 
     is_by_clock: bool
@@ -152,6 +156,8 @@ class History:
     versions: list[Version]
     unfinished: list[VersionStep]
     lost_count: int = 0
+    earlier_count: int = 0
+    late_table: TableId | None = None
 
 
 def history_of(changes: Sequence[ReplayedChange], reached: Mapping[ShardKey, Reached]) -> History:
@@ -245,12 +251,13 @@ def _leapt(changes: Sequence[ReplayedChange]) -> set[int]:
 
 def _by_order(changes: Sequence[ReplayedChange], reached: Mapping[ShardKey, Reached]) -> History:
     placed = list(enumerate(changes))
-    begin = 0
+    begin, snapshot = 0, -1
     found: dict[VersionStep, _Gathered] = {}
     ends: dict[VersionStep, int] = {}
     for position, change in placed:
         if change.origin is Origin.BEGIN or any(not d.clock for d in change.decisions):
             begin = position
+            snapshot = position if change.origin is Origin.BEGIN else snapshot
         for decision in change.decisions:
             if decision.clock:
                 found.setdefault(decision.step, _Gathered()).add(change, decision)
@@ -266,6 +273,9 @@ def _by_order(changes: Sequence[ReplayedChange], reached: Mapping[ShardKey, Reac
     history = History(False, placed, versions, [])
     for step, end in sorted(ends.items(), key=lambda each: each[1]):
         if end <= begin:
+            if is_initial and snapshot < end < begin:
+                history.earlier_count += 1
+                history.late_table = changes[begin].place[0]
             continue
         if not _is_everywhere(step, found[step].tables, reached):
             history.unfinished.append(step)

@@ -176,3 +176,33 @@ def test_a_range_of_its_own_moment_has_its_initial_values_and_its_edits(tmp_path
             assert replay(ReplayOptions(log.path, against=url), output) == 0, stream.getvalue()
         text = stream.getvalue()
         assert text == "model: equal, bit for bit, each block at its version in the checkpoint\n"
+
+
+def test_steps_before_the_initial_values_of_a_late_table_are_counted(tmp_path: Path) -> None:
+    """They are no versions of tables of which one was not there."""
+    spec = replace(ASP.spec, name="late")
+    first, late = Owner(LEFT, ASP), Owner(LEFT, replace(ASP, table_id=TableId(9), spec=spec))
+    log = WrittenLog(tmp_path, ASP)
+    log.begin(first)
+    log.record(first.assigned(1.0))
+    for clock in (1, 2, 3):
+        log.record(first.update(clock))
+    log.table(late.of)
+    late.number = first.number
+    log.record(late.assigned(2.0))
+    first.number = late.number
+    log.record(first.update(4))
+    words = (
+        "3 steps came before table 'late' had its initial values, and are no versions: --table "
+        "with the others shows them\n"
+    )
+    both = tmp_path / "both.json"
+    text = said(tmp_path, json_path=both)
+    assert "the log has versions 0 to 1\n" in text
+    assert words in text
+    assert json.loads(both.read_text())["earlier_count"] == 3
+    alone = tmp_path / "alone.json"
+    text = said(tmp_path, table="model", json_path=alone)
+    assert "the log has versions 0 to 4\n" in text
+    assert "came before" not in text
+    assert json.loads(alone.read_text())["earlier_count"] == 0

@@ -247,12 +247,14 @@ def test_initial_values_are_the_first_version() -> None:
         Version(1, 1, (1, incarnation(1)), 3, 4.0, ranks=(1,)),
     ]
     assert history.unfinished == []
+    assert (history.earlier_count, history.late_table) == (1, MODEL)
 
 
 def test_a_step_whose_last_change_is_that_of_the_beginning_is_no_further_version() -> None:
     both = change(LEFT, 1, initial(), asp(1, 0))
     history = history_of([both], {LEFT: done(1)})
     assert numbers(history) == [0]
+    assert history.earlier_count == 0, "version 0 has it"
 
 
 def test_a_snapshot_with_which_the_log_begins_is_the_first_version() -> None:
@@ -267,6 +269,20 @@ def test_a_snapshot_with_which_the_log_begins_is_the_first_version() -> None:
         Version(0, 7, None, 1, 2.0),
         Version(1, 8, (8, incarnation(0)), 3, 4.0, ranks=(0,)),
     ]
+    assert history.earlier_count == 0, "the log has not all of what was before"
+
+
+def test_steps_before_a_late_table_are_counted_from_the_beginning_of_the_log() -> None:
+    changes = [
+        change(LEFT, 7, asp(7, 0)),
+        begin(LEFT, 7),
+        *(change(LEFT, clock, asp(clock, 0)) for clock in (8, 9)),
+        change(FAR, 0, initial()),
+        change(LEFT, 10, asp(10, 0)),
+    ]
+    history = history_of(changes, {LEFT: done(10), FAR: Reached(0)})
+    assert [version.step for version in history.versions] == [INITIAL, (10, incarnation(0))]
+    assert (history.earlier_count, history.late_table) == (2, OTHER)
 
 
 # --- a range that never was at a clock
