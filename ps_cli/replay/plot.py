@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
@@ -47,10 +48,13 @@ def _charts(rows: Sequence[VersionRow]) -> Iterator[tuple[str, str]]:
         ("updates of others missed", 4, [(r.version.number, r.version.staleness) for r in stale]),
     )
     for name, style, values in curves:
-        points: list[Point] = [(float(x), float(y)) for x, y in values if y is not None]
-        if points:
+        there: list[Point] = [(float(x), float(y)) for x, y in values if y is not None]
+        points = [(x, y) for x, y in there if math.isfinite(y)]
+        left_out = len(there) - len(points)
+        title = f"{name}; not finite, and left out: {left_out}" if left_out else name
+        if there:
             line = Line(name, style, tuple(points))
-            yield name, line_chart(name, "version", name, [line], first)
+            yield title, line_chart(name, "version", name, [line], first)
     lines = list(_workers(rows))
     if lines:
         shown = ", ".join(f"{one.name} {_COLOUR_NAMES[one.style % len(PALETTE)]}" for one in lines)

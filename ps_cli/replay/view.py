@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -93,11 +94,13 @@ def document_of(
 
 
 def _entry(row: VersionRow) -> dict[str, Any]:
+    """A version in JSON, which has no number that is not finite: null stands for it."""
     version = row.version
     same = ("clock", "time_s", "ranks", "partial_ranks", "skipped_ranks", "gone_count", "staleness")
     measured = "gradient_norm", "parameter_norm", "row_count", "loss"
+    found = {name: getattr(row, name) for name in measured}
     return {
         "version": version.number,
         **{name: getattr(version, name) for name in same},
-        **{name: getattr(row, name) for name in measured},
+        **{n: None if v is None or not math.isfinite(v) else v for n, v in found.items()},
     }

@@ -206,3 +206,33 @@ def test_steps_before_the_initial_values_of_a_late_table_are_counted(tmp_path: P
     assert "the log has versions 0 to 4\n" in text
     assert "came before" not in text
     assert json.loads(alone.read_text())["earlier_count"] == 0
+
+
+# --- a run that diverged
+
+
+def test_what_is_not_finite_is_null_and_in_no_chart(bsp_log: Path, tmp_path: Path) -> None:
+    judge, file, picture = (tmp_path / name for name in ("diverged.py", "shown.json", "shown.svg"))
+    judge.write_text(
+        "found = iter([2.0, float('inf'), float('nan'), 1.0])\n"
+        "def loss(tensors):\n"
+        "    return next(found)\n"
+    )
+    options = {"first": 1, "to": 4, "evaluate": f"{judge}:loss"}
+    said(bsp_log, json_path=file, plot=picture, **options)
+
+    def refused(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    document = json.loads(file.read_text(), parse_constant=refused)
+    assert [version["loss"] for version in document["versions"]] == [2.0, None, None, 1.0]
+    drawn = picture.read_text()
+    assert "loss; not finite, and left out: 2" in drawn
+    assert not re.search(r"\b(nan|inf)\b", drawn)
+
+
+def test_a_chart_of_nothing_finite_says_so(bsp_log: Path, tmp_path: Path) -> None:
+    judge, picture = tmp_path / "never_finite.py", tmp_path / "shown.svg"
+    judge.write_text("def loss(tensors):\n    return float('nan')\n")
+    said(bsp_log, last=2, evaluate=f"{judge}:loss", plot=picture)
+    assert "loss; not finite, and left out: 2" in picture.read_text()
