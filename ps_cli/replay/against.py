@@ -69,7 +69,7 @@ class _Comparison:
             here, there = table.spec.size_words, other.spec.size_words
             return [f"it is {here} in the log and {there} in the checkpoint, or cut otherwise"]
         torn = self._replay.torn_at(saved.clock)
-        if (torn or saved.is_torn) and not saved.is_torn:
+        if torn and not saved.is_torn:
             return [f"cannot be compared at clock {saved.clock}: {torn}"]
         if saved.is_torn:
             noun = "block" if table.spec.rows is None else "partition"

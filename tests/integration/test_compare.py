@@ -270,7 +270,9 @@ def test_a_report_that_cannot_be_written_any_more_leaves_the_last_and_the_table(
 
 
 def test_an_earlier_report_stays_until_a_run_has_ended(tmp_path: Path) -> None:
-    (tmp_path / "endless.py").write_text("import time\nprint('begins', flush=True)\ntime.sleep(99)")
+    (tmp_path / "endless.py").write_text(
+        "import signal\nprint('begins', flush=True)\nsignal.pause()"
+    )
     for name in ("compare.json", "compare.html"):
         (tmp_path / name).write_text("earlier")
     with Tool("compare", "endless.py", "-v", "-w", "1", cwd=tmp_path, is_warm=True) as tool:
