@@ -334,7 +334,7 @@ MAX_GRACE_MS = 60_000
 
 MAX_DEADLINE_S = 3600.0
 OVER_QUOTA_RETRY_S = 0.5
-"""RetryInfo of a refusal over quota, if the CREDIT reply is lost."""
+"""`retry_after_ms` of a refusal over quota, in seconds, if the CREDIT reply is lost."""
 
 MAX_STATE_DEPTH = 64
 """Nesting of a worker's own state, where a state that contains itself ends."""

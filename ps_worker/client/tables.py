@@ -115,7 +115,7 @@ class ClientTables:
         """Create a table, or open the one of that name if it is identical.
 
         Args:
-            name: unique in the cluster; 1 to 200 bytes.
+            name: unique in its run; 1 to 200 bytes.
             layout: the number of elements, or one shape, or (tensor name, shape) pairs.
             optimizer: how the servers apply an update: `SGD`, `Adam`, ...
 
@@ -167,7 +167,7 @@ class ClientTables:
         as its initial values before that, which are a function of the seed and the id.
 
         Args:
-            name: unique in the cluster; 1 to 200 bytes.
+            name: unique in its run; 1 to 200 bytes.
             dim: elements of a row.
             optimizer: `SGD`, `Adam`, `Adagrad`, `RowwiseAdagrad` or `FTRL`; only rows with a
                 gradient change, and under Adam each row counts its own steps.
