@@ -1,7 +1,8 @@
 """A fingerprint of this machine's arithmetic, in one line, by which replicas check that they agree.
 
 Two servers give the same bits only with the same torch, the same SIMD capability and kernels that
-do the same: the last is tried, not believed. The self-test runs every kernel, exact and fast, on
+do the same: the last is tried, not believed. They understand each other for sure only if they are
+of one release of pushpull. The self-test runs every kernel, exact and fast, on
 fixed inputs and hashes values and optimizer state: a few milliseconds, once in a process.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from functools import cache
+from importlib import metadata
 
 import numpy as np
 import torch
@@ -42,7 +44,9 @@ _SPECS = (
 
 @cache
 def kernel_fingerprint() -> str:
-    """``torch=<version>;cpu=<capability>;selftest=<sha256 prefix>`` of this process."""
+    """``pushpull=<version>;torch=<version>;cpu=<capability>;selftest=<sha256 prefix>`` of this
+    process.
+    """
     digest = hashlib.sha256()
     for spec in _SPECS:
         for kernels in Kernels:
@@ -53,9 +57,17 @@ def kernel_fingerprint() -> str:
         for dtype in (torch.float32, torch.float64):
             _run_rows(OptimizerSpec(kind), dtype, digest)
     return (
-        f"torch={torch.__version__};cpu={torch.backends.cpu.get_cpu_capability()};"
+        f"pushpull={_release()};torch={torch.__version__};"
+        f"cpu={torch.backends.cpu.get_cpu_capability()};"
         f"selftest={digest.hexdigest()[:_DIGEST_CHARS]}"
     )
+
+
+def _release() -> str:
+    try:
+        return metadata.version("pushpull")
+    except metadata.PackageNotFoundError:  # run from a folder
+        return "unknown"
 
 
 def _run(spec: OptimizerSpec, dtype: torch.dtype, digest: hashlib._Hash) -> None:

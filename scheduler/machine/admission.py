@@ -207,9 +207,10 @@ def _check_servers(request: Registration, state: ClusterState, heard: Heard) -> 
         if request.kernel_fingerprint != theirs:
             raise InvalidConfig(
                 f"the server's kernel_fingerprint is '{request.kernel_fingerprint}'; "
-                f"{describe(node)} has '{theirs}'. Servers of one cluster need the same torch and "
-                f"CPU capability, or their results differ: on mixed machines start all of them "
-                f"with ATEN_CPU_CAPABILITY set to what the least has (default, avx2 or avx512)"
+                f"{describe(node)} has '{theirs}'. Servers of one cluster need the same "
+                f"pushpull, torch and CPU capability, or their results differ: for another release "
+                f"stop the run and resume it from its checkpoint; on mixed machines start all of "
+                f"them with ATEN_CPU_CAPABILITY set to what the least has (default, avx2 or avx512)"
             )
         if request.shares_log(state.members[node.node_id].registration):
             continue  # the caller has the log's lock, so that one is dead

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -366,9 +367,10 @@ def test_momentum_that_comes_later_starts_from_the_gradient_of_that_step() -> No
                 torch.testing.assert_close(shards.values(), expected)
 
 
-def test_the_fingerprint_names_torch_the_cpu_and_a_self_test() -> None:
+def test_the_fingerprint_names_the_release_torch_the_cpu_and_a_self_test() -> None:
     parts = dict(part.split("=", 1) for part in kernel_fingerprint().split(";"))
-    assert list(parts) == ["torch", "cpu", "selftest"]
+    assert list(parts) == ["pushpull", "torch", "cpu", "selftest"]
+    assert parts["pushpull"] == metadata.version("pushpull")
     assert parts["torch"] == torch.__version__
     assert parts["cpu"] == torch.backends.cpu.get_cpu_capability()
     assert len(parts["selftest"]) == 16
