@@ -29,17 +29,21 @@ export const CHANNEL_OPTIONS = {
  * @param {string} method
  * @param {object} request
  * @param {number} timeoutMs
+ * @param {AbortSignal} [signal] ends the call
  * @returns {Promise<any>} rejects with a PushpullError
  */
-export function callOnce(client, method, request, timeoutMs) {
+export function callOnce(client, method, request, timeoutMs, signal) {
   return new Promise((resolve, reject) => {
     const deadline = Date.now() + timeoutMs;
+    const cancel = () => call.cancel();
     /** @type {(failure: unknown, response: any) => void} */
     const answer = (failure, response) => {
+      signal?.removeEventListener('abort', cancel);
       if (failure) reject(errorFromCall(failure));
       else resolve(response);
     };
-    client[method](request, { deadline }, answer);
+    const call = client[method](request, { deadline }, answer);
+    signal?.addEventListener('abort', cancel);
   });
 }
 
@@ -54,11 +58,22 @@ export function expireAfter(expire, deadlineMs) {
   return deadlineMs > LONGEST_TIMER_MS ? undefined : setTimeout(expire, deadlineMs);
 }
 
+/**
+ * Waits.
+ *
+ * @param {number} waitMs
+ * @param {AbortSignal} signal whose reason it rejects with, a PushpullError
+ */
+export async function pause(waitMs, signal) {
+  await sleep(waitMs, undefined, { signal }).catch(() => {});
+  signal.throwIfAborted();
+}
+
 /** Random waits whose bound doubles (full jitter), until a deadline or an abort. */
 export class Backoff {
   #boundMs = FIRST_RETRY_MS;
 
-  /** @param {AbortSignal} signal ends the waits */
+  /** @param {AbortSignal} signal ends the waits, as in `pause` */
   constructor(signal) {
     this.signal = signal;
   }
@@ -72,12 +87,13 @@ export class Backoff {
   async wait(retryAfterMs = 0) {
     const waitMs = retryAfterMs || Math.random() * this.#boundMs;
     this.#boundMs = Math.min(2 * this.#boundMs, LAST_RETRY_MS);
-    await sleep(waitMs, undefined, { signal: this.signal });
+    await pause(waitMs, this.signal);
   }
 }
 
 /**
- * Calls until it works, the deadline has passed, or an error comes that a retry does not mend.
+ * Calls until it works, the deadline has passed, the signal is aborted with an error, or one comes
+ * that a retry does not mend.
  *
  * @template T
  * @param {(timeoutMs: number) => Promise<T>} attempt one call
@@ -92,6 +108,7 @@ export async function callUntil(attempt, { deadlineMs, signal, what, attemptMs =
     try {
       return await attempt(Math.min(attemptMs, endMs - Date.now()));
     } catch (failure) {
+      signal.throwIfAborted();
       const error = errorFromCall(failure);
       const mayRetry = error.isRetryable || (error.isFromGrpc && error.code === 'WAIT_EXPIRED');
       if (!mayRetry) throw error;

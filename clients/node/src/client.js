@@ -10,9 +10,7 @@
  *     await client.leave();
  */
 
-import { setTimeout as sleep } from 'node:timers/promises';
-
-import { LONGEST_WAIT_MS, expireAfter } from './calls.js';
+import { LONGEST_WAIT_MS, expireAfter, pause } from './calls.js';
 import { decodeInto, encode, nativeCodec, valuesFor } from './codecs.js';
 import { PushpullError, errorFromCall, errorFromMessage } from './errors.js';
 import { TableLayout, packPresence } from './layout.js';
@@ -40,6 +38,8 @@ export class Table extends TableLayout {
     this.codec = nativeCodec(this.spec.dtype);
     /** The clock of this client's newest step; where it begins, before its first. */
     this.clock = table.restoredClock ?? 0;
+    /** Whether it has its values from a checkpoint. */
+    this.isRestored = table.restoredClock !== undefined && table.restoredClock !== null;
     /** Whether it joins others, and has neither pulled nor stepped. */
     this.isJoining = false;
     /** What the last pull of each block gave. @type {Map<number, number>} */
@@ -106,7 +106,7 @@ export class PushpullClient {
       await scheduler.register({ role: `NODE_ROLE_${role.toUpperCase()}`, rank, deadlineMs });
       for (const { tableId } of scheduler.view.tables) client.#foundTables.add(tableId);
     } catch (failure) {
-      client.close();
+      await client.#abandon(/** @type {PushpullError} */ (failure));
       throw failure;
     }
     return client;
@@ -244,9 +244,11 @@ export class PushpullClient {
    * @param {Table} table
    * @param {ArrayLike<number>} values
    * @param {{deadlineMs?: number}} [options]
-   * @returns {Promise<StepOutcome>}
+   * @returns {Promise<StepOutcome>} rejects with a PushpullError, also where the table has values
    */
   async assign(table, values, { deadlineMs } = {}) {
+    this.#check();
+    checkIsNew(table);
     const parts = this.#cut(table, values, new Set());
     return this.#take(table, parts, { clock: 0, kind: 'ASSIGN', terms: sealTerms({}) }, deadlineMs);
   }
@@ -288,8 +290,10 @@ export class PushpullClient {
   async #take(table, parts, { clock, kind, terms }, deadlineMs = STEP_MS) {
     this.#check();
     const step = new Step(table, { clock, codec: table.codec, kind: `PUSH_KIND_${kind}`, terms });
-    table.clock = clock;
-    table.isJoining = false;
+    if (clock) {
+      table.clock = clock;
+      table.isJoining = false;
+    }
     for (const part of parts) this.#pushedBytes += part.payload.length;
     this.#window.submit(step, parts);
     this.#pump();
@@ -409,7 +413,7 @@ export class PushpullClient {
         const what = `the pull of table '${table.name}'`;
         throw new PushpullError('WAIT_EXPIRED', `${what} expired: ${why}`);
       }
-      await sleep(problem?.retryAfterMs || RETRY_MS, undefined, { signal: this.#scheduler.signal });
+      await pause(problem?.retryAfterMs || RETRY_MS, this.#scheduler.signal);
     }
   }
 
@@ -513,24 +517,56 @@ export class PushpullClient {
 
   /** Ends at once, without leaving: the cluster goes on waiting for this worker. */
   close() {
+    this.#scheduler.close(this.#end());
+  }
+
+  /**
+   * Ends in the middle of the work, and tells the scheduler.
+   *
+   * @param {PushpullError} error
+   */
+  async #abandon(error) {
+    this.#failure ??= error;
+    await this.#scheduler.abandon(this.#end());
+  }
+
+  /** Ends all but the scheduler's link; returns what calls under way reject with. */
+  #end() {
     clearTimeout(this.#timer);
     this.#failure ??= new PushpullError('NOT_PERMITTED', 'the client is closed');
     this.#window.abandon(this.#failure);
-    this.#scheduler.close();
     for (const link of this.#servers.values()) link.close();
+    return this.#failure;
   }
 
   /** @param {PushpullError} error */
   #fail(error) {
     if (this.#failure) return;
     this.#failure = error;
-    if (this.#isLeaving) this.#window.abandon(error);
-    else this.close();
+    if (this.#isLeaving) {
+      this.#window.abandon(error);
+      this.#scheduler.endWaits(error);
+    } else void this.#abandon(error);
   }
 
   #check() {
     if (this.#failure) throw this.#failure;
   }
+}
+
+/**
+ * Refuses initial values for a table that has values.
+ *
+ * @param {Table} table
+ */
+function checkIsNew(table) {
+  const { name, clock, isRestored } = table;
+  if (!isRestored && !clock) return;
+  const origin = isRestored ? 'comes from a checkpoint' : `is at clock ${clock}`;
+  throw new PushpullError(
+    'INVALID_CONFIG',
+    `table '${name}' ${origin}, so it has its values: pull them instead of assigning others`,
+  );
 }
 
 /**

@@ -2,13 +2,17 @@
 
 import { randomBytes } from 'node:crypto';
 
-import { Backoff, LONGEST_WAIT_MS, callOnce, callUntil, expireAfter, openClient } from './calls.js';
+import {
+  Backoff, LONGEST_WAIT_MS, callOnce, callUntil, expireAfter, openClient, pause,
+} from './calls.js';
 import { SchedulerService } from './contract.js';
 import { PushpullError, errorFromCall } from './errors.js';
 import { joinProof, joinSecret } from './join_secret.js';
 
 const PROTOCOL_VERSION = 1;
 const CALL_MS = 5000;
+/** How long whoever ends in the middle of its work waits for the answer to that. */
+const ABANDON_MS = 1000;
 
 /** A registered node's link. It keeps the newest view, and says that the node lives. */
 export class SchedulerLink {
@@ -19,7 +23,7 @@ export class SchedulerLink {
   #closing = new AbortController();
   /** @type {any} */
   #watch = null;
-  /** @type {Set<() => void>} */
+  /** @type {Set<{look: () => void, fail: (error: PushpullError) => void}>} */
   #viewWaiters = new Set();
   /** The identity to send. @type {any} */
   session = null;
@@ -43,7 +47,7 @@ export class SchedulerLink {
     this.#client = openClient(SchedulerService, this.#addresses[0]);
   }
 
-  /** Aborted when the link is closed. */
+  /** Aborted when the link is closed, with the error that it was closed with. */
   get signal() {
     return this.#closing.signal;
   }
@@ -81,9 +85,11 @@ export class SchedulerLink {
     return this.#attempted(
       'RegisterNode',
       async (timeoutMs) => {
-        const { challenge } = await callOnce(this.#client, 'GetJoinChallenge', {}, timeoutMs);
+        const client = this.#client;
+        const { challenge } = await callOnce(client, 'GetJoinChallenge', {}, timeoutMs, this.signal);
         const proof = secret && { joinProof: joinProof(secret, challenge, { ...request, role }) };
-        return callOnce(this.#client, 'RegisterNode', { ...request, ...proof }, timeoutMs);
+        const proven = { ...request, ...proof };
+        return callOnce(client, 'RegisterNode', proven, timeoutMs, this.signal);
       },
       deadlineMs,
     );
@@ -97,7 +103,7 @@ export class SchedulerLink {
    */
   #call(method, request, deadlineMs, attemptMs) {
     const once = (/** @type {number} */ timeoutMs) =>
-      callOnce(this.#client, method, request, timeoutMs);
+      callOnce(this.#client, method, request, timeoutMs, this.signal);
     return this.#attempted(method, once, deadlineMs, attemptMs);
   }
 
@@ -121,7 +127,7 @@ export class SchedulerLink {
   }
 
   #tryNextAddress() {
-    if (this.#addresses.length === 1) return;
+    if (this.signal.aborted || this.#addresses.length === 1) return;
     this.#client.close();
     this.#current = (this.#current + 1) % this.#addresses.length;
     this.#client = openClient(SchedulerService, this.#addresses[this.#current]);
@@ -138,18 +144,13 @@ export class SchedulerLink {
         if (['FENCED', 'UNAUTHENTICATED'].includes(error.code)) this.#lost(error);
         if (error.isFromGrpc) this.#tryNextAddress();
       }
-      await this.#pause(this.heartbeatIntervalMs);
+      await pause(this.heartbeatIntervalMs, this.signal).catch(() => {});
     }
   }
 
   /** @param {PushpullError} error */
   #lost(error) {
     if (!this.signal.aborted) this.onLost(error);
-  }
-
-  /** @param {number} waitMs */
-  async #pause(waitMs) {
-    await new Backoff(this.signal).wait(waitMs).catch(() => {});
   }
 
   async #watchViews() {
@@ -177,7 +178,7 @@ export class SchedulerLink {
     if (this.view && view.viewNumber <= this.view.viewNumber) return;
     this.view = view;
     this.onView(view);
-    for (const wake of [...this.#viewWaiters]) wake();
+    for (const { look } of [...this.#viewWaiters]) look();
   }
 
   /**
@@ -192,7 +193,7 @@ export class SchedulerLink {
   }
 
   /**
-   * Waits until the view is as wanted.
+   * Waits until the view is as wanted; rejects with the error that ends the waits or the link.
    *
    * @param {(view: any) => boolean} isWanted
    * @param {number} deadlineMs
@@ -201,22 +202,27 @@ export class SchedulerLink {
    */
   viewWhere(isWanted, deadlineMs, what) {
     return new Promise((resolve, reject) => {
-      const settle = () => {
-        if (!this.view || !isWanted(this.view)) return;
-        finish();
-        resolve(this.view);
-      };
-      const expire = () => {
-        finish();
-        reject(new PushpullError('WAIT_EXPIRED', `no ${what} within ${deadlineMs} ms`));
-      };
-      const timer = expireAfter(expire, deadlineMs);
       const finish = () => {
         clearTimeout(timer);
-        this.#viewWaiters.delete(settle);
+        this.#viewWaiters.delete(waiter);
       };
-      this.#viewWaiters.add(settle);
-      settle();
+      const waiter = {
+        look: () => {
+          if (!this.view || !isWanted(this.view)) return;
+          finish();
+          resolve(this.view);
+        },
+        fail: (/** @type {PushpullError} */ error) => {
+          finish();
+          reject(error);
+        },
+      };
+      const expire = () =>
+        waiter.fail(new PushpullError('WAIT_EXPIRED', `no ${what} within ${deadlineMs} ms`));
+      const timer = expireAfter(expire, deadlineMs);
+      this.#viewWaiters.add(waiter);
+      waiter.look();
+      if (this.signal.aborted) waiter.fail(this.signal.reason);
     });
   }
 
@@ -241,9 +247,42 @@ export class SchedulerLink {
     await this.#call('DeregisterNode', { session: this.session, reason }, CALL_MS);
   }
 
-  close() {
-    this.#closing.abort();
-    this.#watch?.cancel();
+  /**
+   * Ends the waits for views that are under way.
+   *
+   * @param {PushpullError} error
+   */
+  endWaits(error) {
+    for (const { fail } of [...this.#viewWaiters]) fail(error);
+  }
+
+  /**
+   * Ends in the middle of the work, and tells the scheduler: another may take this worker's rank.
+   *
+   * @param {PushpullError} error what calls under way reject with
+   */
+  async abandon(error) {
+    if (this.signal.aborted) return;
+    this.#end(error);
+    const { session } = this;
+    if (session) {
+      const request = { session, reason: error.message, unfinished: true };
+      await callOnce(this.#client, 'DeregisterNode', request, ABANDON_MS).catch(() => {});
+    }
     this.#client.close();
+  }
+
+  /** @param {PushpullError} error what calls under way reject with */
+  close(error) {
+    if (this.signal.aborted) return;
+    this.#end(error);
+    this.#client.close();
+  }
+
+  /** @param {PushpullError} error */
+  #end(error) {
+    this.#closing.abort(error);
+    this.endWaits(error);
+    this.#watch?.cancel();
   }
 }

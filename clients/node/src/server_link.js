@@ -91,12 +91,14 @@ export class ServerLink {
   async #greet(viewNumber, timeoutMs) {
     const request = { session: this.#session, viewNumber, deadlineMs: SESSION_MS };
     try {
-      this.#compare(await callOnce(this.#client, 'OpenSession', request, timeoutMs));
+      const { signal } = this.#closing;
+      this.#compare(await callOnce(this.#client, 'OpenSession', request, timeoutMs, signal));
       this.#knownView = viewNumber;
       this.trouble = '';
     } catch (failure) {
       const { message, retryAfterMs } = errorFromCall(failure);
       this.#knownView = 0;
+      this.#refusal = null; // a stranger's
       this.trouble = `${this.#name} cannot be reached: ${message}`;
       throw new PushpullError('RECOVERING', message, { retryAfterMs });
     }
@@ -196,8 +198,12 @@ export class ServerLink {
           call.cancel();
         }
       });
+      const { signal } = this.#closing;
+      const cancel = () => call.cancel();
+      signal.addEventListener('abort', cancel);
       call.on('error', reject);
       call.on('end', resolve);
+      call.on('status', () => signal.removeEventListener('abort', cancel));
     });
   }
 

@@ -153,3 +153,87 @@ test('values that are not of the table reject', async (t) => {
   await assert.rejects(client.assign(table, [1]), { code: 'INVALID_TENSOR' });
   assert.equal((await client.push(table, ONES)).clock, 1);
 });
+
+test('a table that has its values takes no initial ones, and goes on from its clock', async (t) => {
+  const cluster = await StubCluster.start(t, { table: stubTable({ restoredClock: 100 }) });
+  const restored = await connect(t, cluster);
+  const table = await restored.table('t');
+  await assert.rejects(restored.assign(table, ONES), {
+    code: 'INVALID_CONFIG', message: /comes from a checkpoint.*pull them/,
+  });
+  assert.equal((await restored.push(table, ONES)).clock, 101);
+});
+
+test('initial values that a server refuses change no clock', async (t) => {
+  const cluster = await StubCluster.start(t);
+  const client = await connect(t, cluster);
+  const table = await client.table('t');
+  await client.push(table, ONES);
+  await assert.rejects(client.assign(table, ONES), { code: 'INVALID_CONFIG', message: /clock 1/ });
+  const steps = await Promise.all([client.push(table, ONES), client.skip(table)]);
+  assert.deepEqual(steps.map(({ clock }) => clock), [2, 3]);
+  const clocks = cluster.servers[0].seals.map(({ clock }) => clock);
+  assert.deepEqual(clocks.sort(), [1, 2, 3]);
+});
+
+test('what is under way when the client ends rejects with its error', async (t) => {
+  const cluster = await StubCluster.start(t);
+  const client = await connect(t, cluster);
+  const table = await client.table('t');
+  const [server] = cluster.servers;
+  server.pullError = 'RECOVERING';
+  cluster.createsTables = false;
+  const pulled = new Promise((resolve) => { server.onPull = resolve; });
+  const created = new Promise((resolve) => { cluster.onCreateTable = resolve; });
+  const spec = { name: 'new', elementCount: 256, optimizer: { kind: 'SGD' } };
+  const calls = [
+    client.pull(table, { deadlineMs: Infinity }),
+    client.createTable(spec, { deadlineMs: 3000 }),
+    client.table('another', { deadlineMs: 3000 }),
+  ].map((call) => assert.rejects(call, { name: 'PushpullError', code: 'NOT_PERMITTED' }));
+  await Promise.all([pulled, created]);
+  client.close();
+  await Promise.all(calls);
+});
+
+test('who leaves waits for no view once a step has failed', { timeout: 10000 }, async (t) => {
+  const before = { nodeId: 99, incarnation: 99, role: 'NODE_ROLE_WORKER', rank: 0 };
+  const nodes = [{ ...before, state: 'NODE_STATE_GONE' }];
+  const table = stubTable({ joins: [{ rank: 0, incarnation: 100, afterClock: 7 }] });
+  const cluster = await StubCluster.start(t, { nodes, table });
+  cluster.show({ tables: [table, { ...stubTable(), tableId: 2 }] });
+  const client = await connect(t, cluster);
+  cluster.servers[0].outcomeOf = () => invalid('INVALID_CONFIG');
+  await assert.rejects(client.leave({ deadlineMs: Infinity }), { code: 'INVALID_CONFIG' });
+  assert.ok(cluster.hasLeft);
+});
+
+test('a connect that sees no view gives its rank back', async (t) => {
+  const cluster = await StubCluster.start(t);
+  cluster.isSilent = true;
+  const connecting = PushpullClient.connect(cluster.address, { connectDeadlineMs: 300 });
+  await assert.rejects(connecting, { code: 'WAIT_EXPIRED' });
+  assert.deepEqual(cluster.farewells.map(({ unfinished }) => unfinished), [true]);
+});
+
+test('a client that fails gives its rank back', { timeout: 10000 }, async (t) => {
+  const cluster = await StubCluster.start(t);
+  const client = await connect(t, cluster);
+  const table = await client.table('t');
+  cluster.servers[0].outcomeOf = () => invalid('INVALID_CONFIG');
+  const heard = new Promise((resolve) => { cluster.onFarewell = resolve; });
+  await assert.rejects(client.push(table, ONES), { code: 'INVALID_CONFIG' });
+  assert.ok((await heard).unfinished);
+  await assert.rejects(client.leave(), { code: 'INVALID_CONFIG' });
+});
+
+test('what a stranger at the address has refused does not count', async (t) => {
+  const cluster = await StubCluster.start(t);
+  const client = await connect(t, cluster);
+  const table = await client.table('t');
+  const [server] = cluster.servers;
+  server.pushRefusals = ['FENCED'];
+  server.refusal = 'UNIMPLEMENTED';
+  server.onOpenSession = () => { server.refusal = null; };
+  assert.ok((await client.push(table, ONES)).applied);
+});

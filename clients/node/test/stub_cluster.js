@@ -63,6 +63,11 @@ class StubServer {
   /** What an OpenSession answers otherwise than this server would. */
   identity = {};
   onOpenSession = () => {};
+  /** How the next push streams fail. */
+  pushRefusals = [];
+  /** The code of the error that pulls answer; null: they answer values. */
+  pullError = null;
+  onPull = () => {};
   /** The outcome of an entry, as a part of its EntryReply, or a promise of it. */
   outcomeOf = () => ({ outcome: 'OUTCOME_APPLIED' });
   /** What is otherwise in a BlockValue. */
@@ -90,6 +95,11 @@ class StubServer {
   }
 
   #push(stream) {
+    const refusal = this.pushRefusals.shift();
+    if (refusal) {
+      stream.emit('error', failureOf(refusal));
+      return;
+    }
     /** Blocks whose step is not sealed yet. */
     const held = new Map();
     const reply = (place, rest) => {
@@ -127,8 +137,14 @@ class StubServer {
   #pull(stream) {
     const { request } = stream;
     this.requests.push({ pull: request });
+    this.onPull();
     const payload = Buffer.from(new Float32Array(BLOCK_ELEMENTS).fill(this.value).buffer);
     for (const { rangeId } of request.ranges) {
+      if (this.pullError) {
+        const error = { code: `ERROR_CODE_${this.pullError}`, message: this.pullError };
+        stream.write({ error: { rangeId, error } });
+        continue;
+      }
       for (const block of BLOCKS_OF_RANGE[rangeId]) {
         const value = { block, clock: this.clock, codec: 'CODEC_FP32', payload };
         stream.write({ block: { ...value, ...this.blockValue } });
@@ -144,7 +160,13 @@ class StubServer {
 
 /** The cluster of one worker; `show` publishes a view. */
 export class StubCluster {
-  hasLeft = false;
+  /** The requests of those who said goodbye. */
+  farewells = [];
+  onFarewell = () => {};
+  /** Whether nobody is sent a view. */
+  isSilent = false;
+  createsTables = true;
+  onCreateTable = () => {};
   #watches = new Set();
   #viewNumber = 0;
 
@@ -188,6 +210,10 @@ export class StubCluster {
     return this.#viewNumber;
   }
 
+  get hasLeft() {
+    return this.farewells.some(({ unfinished }) => !unfinished);
+  }
+
   #methods() {
     const session = {
       clusterId: CLUSTER_ID, nodeId: 100, incarnation: 100, role: 'NODE_ROLE_WORKER', rank: 0,
@@ -197,16 +223,19 @@ export class StubCluster {
       RegisterNode: (call, answer) =>
         answer(null, { session, workerCount: 1, heartbeatIntervalMs: 1000, leaseMs: 3000 }),
       Heartbeat: (call, answer) => answer(null, {}),
-      CreateTable: (call, answer) =>
-        answer(null, { table: this.table, viewNumber: this.#viewNumber }),
-      DeregisterNode: (call, answer) => {
-        this.hasLeft = true;
+      CreateTable: (call, answer) => {
+        this.onCreateTable();
+        if (this.createsTables) answer(null, { table: this.table, viewNumber: this.#viewNumber });
+      },
+      DeregisterNode: ({ request }, answer) => {
+        this.farewells.push(request);
+        this.onFarewell(request);
         answer(null, {});
       },
       WatchCluster: (stream) => {
         this.#watches.add(stream);
         stream.on('cancelled', () => this.#watches.delete(stream));
-        stream.write({ view: this.view });
+        if (!this.isSilent) stream.write({ view: this.view });
       },
     };
   }
