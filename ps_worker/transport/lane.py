@@ -487,7 +487,7 @@ class Copiers:
 
     def begin(self, shared: Sequence[Shared]) -> Future[list[bool]] | None:
         """Begin `sequence_locks.copied`; None: the caller copies, because a thread is not worth
-        it, or takes no work at the end of the interpreter.
+        it, or none takes it.
         """
         if not self._count or sum(each.target.nbytes for each in shared) < self._least_bytes:
             return None
