@@ -8,6 +8,7 @@ Rules:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Coroutine, Sequence
@@ -54,6 +55,7 @@ class ClientConnection:
         self._pid = os.getpid()
         self.engine: Engine
         self._has_engine = False
+        self._starting: asyncio.Task[Any] | None = None
         self.record = StepRecord("", 0, 0)
         try:
             self.asked(self._start(), config.connect_deadline_s)
@@ -69,13 +71,16 @@ class ClientConnection:
             raise
 
     async def _start(self) -> None:
+        self._starting = asyncio.current_task()
         self.engine = await Engine.start(self.config, self.loop.post)
         self._has_engine = True
 
     async def _undo(self, reason: str) -> None:
-        """End the engine, if it has started, in the middle of the work."""
+        """End the engine in the middle of the work; one that has not started ends by itself."""
         if self._has_engine:
             await (self.engine.stop if self.is_reader else self.engine.abandon)(reason)
+        elif self._starting is not None:
+            await asyncio.wait([self._starting])
 
     @property
     def is_reader(self) -> bool:

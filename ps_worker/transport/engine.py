@@ -223,7 +223,9 @@ class Engine:
         link = await SchedulerLink.connect(config.scheduler, request, config.connect_deadline_s)
         try:
             view = await link.view_at_least(0, max(end_s - now_s(), 1.0))
-        except BaseException:
+        except BaseException as failure:
+            # It has a rank by now, and nobody would have its place before it counts as gone.
+            await link.deregister(type(failure).__name__, _ABANDONED_WITHIN_S, unfinished=True)
             await link.close()
             raise
         return cls(config, link, view, post)
