@@ -18,6 +18,7 @@ from typer.core import TyperCommand
 from typer.models import OptionInfo
 
 from ps_cli.console.reported import refuse
+from ps_core import limits
 from ps_core.errors import InvalidConfig
 from ps_runtime.launch.cluster_shape import CheckpointPlan, ClusterShape, UpdateLogPlan
 
@@ -153,6 +154,7 @@ class ClusterOptions:
         float,
         typer.Option(
             min=1.0,
+            max=limits.MAX_DEADLINE_S,
             help="Seconds that the last checkpoint may take, before the roles are stopped. A step "
             "may have to end first; a second signal cuts it short.",
         ),

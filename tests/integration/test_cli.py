@@ -241,6 +241,8 @@ def test_up_says_why_a_cluster_cannot_start(tmp_path: Path) -> None:
         (("train", "absent.py"), 2, "absent.py"),
         (("train", "script.py", "--workers", "0"), 2, "--workers"),
         (("train", "script.py", "--devices", "0,0"), 2, "expected auto, none, or different GPUs"),
+        (("up", "--checkpoint-last-s", "inf"), 2, "--checkpoint-last-s"),
+        (("up", "--checkpoint-last-s", "3601"), 2, "--checkpoint-last-s"),
         (("status",), 2, "PUSHPULL_SCHEDULER"),
         (("status", "--scheduler", "127.0.0.1:1"), 1, "127.0.0.1:1"),
     ],
