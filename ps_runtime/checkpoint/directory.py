@@ -215,10 +215,14 @@ class CheckpointDirectory:
         """True for a checkpoint, good or bad; False if it was not completed, or is missing.
         InvalidCheckpoint if the filesystem does not say which.
         """
+        return self.has_file(MANIFEST_FILE)
+
+    def has_file(self, file: str) -> bool:
+        """True if there is a file of this name; InvalidCheckpoint as `has_manifest`."""
         with reported(self.url, "read"):
             self.location.filesystem.invalidate_cache()
             try:
-                found = self.location.filesystem.info(self._path(MANIFEST_FILE))
+                found = self.location.filesystem.info(self._path(file))
             except (FileNotFoundError, NotADirectoryError):
                 return False
             return bool(found["type"] == "file")

@@ -17,6 +17,10 @@ class SourceLost(InvalidCheckpoint):
     """A file that was to be copied is missing, or is not as it was written."""
 
 
+class SourceMissing(SourceLost):
+    """No such file is there."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerCopies:
     """Copies parts into the checkpoint of `directory`; `disk` writes local files. Only the number
@@ -50,15 +54,16 @@ class WorkerCopies:
 
     def copy_from(self, source: CheckpointDirectory, saved: SavedWorker) -> SavedWorker:
         """As `copy`, for a file that belongs to no checkpoint. Blocking, Raises: as `copy`;
-        SourceLost if it is missing, is damaged, or does not match `saved`.
+        SourceLost if it is damaged or does not match `saved`, SourceMissing if it is not there.
         """
         try:
             header, tensors = _read(source, saved)
         except InvalidCheckpoint as error:
-            # A store that gives no answer has raised an error of its own.
-            if error.__cause__ is None or isinstance(error.__cause__, FileNotFoundError):
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise SourceMissing(error.message) from error
+            if error.__cause__ is None:
                 raise SourceLost(error.message) from error
-            raise
+            raise  # a store that gives no answer has raised an error of its own
         return self._write(saved.file, header, tensors)
 
 

@@ -21,7 +21,8 @@ Rules:
     - A state that cannot be written is reported as lost, and training goes on.
     - A worker that leaves writes its state as of its last step, unless it leaves a restored cluster
       while it starts up: that state may lack what the checkpoint has, and is lost. With all states
-      and tables of that checkpoint it lacks nothing.
+      and tables of that checkpoint it lacks nothing. A worker without a state says that there is
+      none to write, because no checkpoint is made there before all have begun, or something moved.
     - Workers that take their steps together (`keep_in_step`) save their states at one step, under
       any consistency: where each range is cut at its own moment, at the highest clock named.
 
@@ -455,13 +456,19 @@ class SavePoints:
 
     def leave_behind(self, url: str, before: Before | None = None) -> None:
         """Copy the present state for later checkpoints, into the directory of workers that have
-        left; `close` waits until it is written. `before`: None if nothing was loaded.
+        left; `close` waits until it is written. `before`: None if nothing was loaded. A worker
+        without a state reports that there is none to write, where the scheduler waits for it.
         """
         with self._changed:
             clocks = self._last_clocks
-            if clocks is None or not self._attached or self._is_closed:
+            if clocks is None or self._is_closed:
                 return
-            is_starting = self._is_starting(before)
+            is_starting, has_state = self._is_starting(before), bool(self._attached)
+            is_restored = self._view is not None and bool(self._view.restored_from)
+        if not has_state:
+            if is_restored and not is_starting:
+                self._scheduler.report_part(_LEAVING, PartReport())
+            return
         if is_starting:
             self._scheduler.report_part(_LEAVING, PartReport(problem=_LEFT_EARLY))
             return

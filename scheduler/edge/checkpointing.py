@@ -4,10 +4,11 @@ Rules:
     - The directory of a failed checkpoint is removed, and again when the next one is complete,
       because a node that had not heard may have written into it. Whatever remains has no manifest
       and is ignored.
-    - A checkpoint fails if the state of a worker that has left cannot be copied. A state whose
-      file is missing or damaged is lost, and checkpoints are made without it.
     - The manifest is written only if every file is where the scheduler looks, as it was reported:
       hosts may have a directory of that name each.
+    - A checkpoint fails if the state of a worker that has left cannot be copied, or was never where
+      the scheduler looks: it looks once when the worker reports it. A state whose file was there,
+      and is missing or damaged later, is lost, and checkpoints are made without it.
     - The manifest of an incremental checkpoint is written only while every checkpoint that it
       refers to has its own, so removing checkpoints by hand leaves no chain without its first.
     - Old checkpoints are pruned after each complete one, but not by a cluster that a restore has
@@ -23,13 +24,14 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from google.protobuf.json_format import MessageToDict
 
 from ps_core.change import Checkpoint
+from ps_core.cluster_view import Session
 from ps_core.errors import (
     Fenced,
     InvalidCheckpoint,
@@ -55,7 +57,7 @@ from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.pruning import prune
 from ps_runtime.checkpoint.references import check_files
 from ps_runtime.checkpoint.store import CheckpointStore
-from ps_runtime.checkpoint.worker_copies import SourceLost, WorkerCopies
+from ps_runtime.checkpoint.worker_copies import SourceLost, SourceMissing, WorkerCopies
 from ps_runtime.cluster import wire
 from ps_runtime.observe import logs
 from ps_runtime.observe.metrics import SchedulerMetrics
@@ -71,7 +73,7 @@ from scheduler.machine.checkpoint_state import (
     CheckpointUnneeded,
     CheckpointWritten,
 )
-from scheduler.machine.checkpoints import UNNAMED
+from scheduler.machine.checkpoints import LEAVING, UNNAMED
 from scheduler.machine.cluster import STARTED_AGAIN, Cluster, Decision
 from scheduler.machine.state import ClusterSettings, Transition
 
@@ -115,6 +117,7 @@ class Checkpointing:
         self._cut_in_view = 0
         self._given_up: deque[str] = deque(maxlen=_GIVEN_UP_COUNT)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._looks: set[asyncio.Task[None]] = set()  # for files of workers that leave
         self._is_over = False
         self._closing = asyncio.Event()
         self.pruning = asyncio.Lock()
@@ -179,6 +182,35 @@ class Checkpointing:
         pruned for them, and calls that wait for one fail with Fenced.
         """
         self._is_over = True
+
+    # --- parts
+
+    def report(self, session: Session, number: int, part: PartReport) -> None:
+        """A node has written its part, or cannot. The file of a worker that leaves is looked for:
+        later checkpoints need it where this scheduler finds it.
+        """
+        self._carried_out(self._cluster.report_part(session, number, part))
+        if number == LEAVING and part.file and not session.run:
+            looking = self._start(self._look_for(session, part.file))
+            self._looks.add(looking)
+            looking.add_done_callback(self._looks.discard)
+
+    async def _look_for(self, worker: Session, file: str) -> None:
+        directory = CheckpointDirectory(locate(self.left_url))
+        try:
+            is_there = await asyncio.to_thread(directory.has_file, file)
+        except PushpullError as error:
+            logs.warning("worker_state_not_looked_for", rank=worker.rank, reason=error.message)
+            return
+        if is_there:
+            self._cluster.checkpoints.found(worker.rank, worker.node_id)
+            return
+        logs.warning(
+            "worker_state_not_found",
+            rank=worker.rank,
+            file=f"{directory.url}/{file}",
+            remedy="no checkpoint is complete without it: is the place shared by all hosts?",
+        )
 
     def _carried_out(self, decision: Decision[ReplyT]) -> ReplyT:
         return decision.reply if self._is_over else self._carry_out(decision)
@@ -349,10 +381,12 @@ class Checkpointing:
         problem = ""
         cluster = self._cluster
         try:
+            if self._looks:
+                await asyncio.wait(self._looks)
             world_size = cluster.view.of_run(UNNAMED).world_size
             manifest = manifest_of(cluster.settings, attempt, world_size)
             manifest, directory = await asyncio.to_thread(
-                _completed, attempt, manifest, self.left_url
+                _completed, attempt, manifest, self.left_url, cluster.checkpoints.unfound
             )
             made = scheduler_pb2.CreateCheckpointResponse(
                 number=attempt.number, url=directory.url, byte_count=manifest.byte_count
@@ -408,10 +442,11 @@ class Checkpointing:
         except PushpullError as error:
             logs.warning("checkpoint_not_removed", url=url, reason=error.message)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def give_up(self, reason: str) -> None:
         """Fail the running checkpoint, unless only its manifest is missing."""
@@ -429,12 +464,14 @@ class Checkpointing:
 
 
 def _completed(
-    attempt: Attempt, manifest: Manifest, left_url: str
+    attempt: Attempt, manifest: Manifest, left_url: str, unfound: Collection[int]
 ) -> tuple[Manifest, CheckpointDirectory]:
-    """Complete a checkpoint, with copies of the state of workers that have left. Blocking.
+    """Complete a checkpoint, with copies of the state of workers that have left; the files of the
+    `unfound` ranks were never seen. Blocking.
 
     Raises:
-        InvalidCheckpoint: as `write_manifest`, or a state that is there cannot be copied.
+        InvalidCheckpoint: as `write_manifest`, or a state that is there cannot be copied, or one
+            was never there.
     """
     source = CheckpointDirectory(locate(left_url))
     copies = WorkerCopies(CheckpointDirectory(locate(attempt.url)), manifest)
@@ -448,6 +485,11 @@ def _completed(
         try:
             workers.append(copies.copy_from(source, left))
         except SourceLost as error:
+            if rank in unfound and isinstance(error, SourceMissing):
+                raise InvalidCheckpoint(
+                    f"the state of worker {rank}, which has left, was never there: "
+                    f"{error.message}; is the place shared by all hosts?"
+                ) from error
             logs.warning("checkpoint_state_lost", number=attempt.number, reason=error.message)
             workers.append(SavedWorker(rank, clock, problem=error.message))
         except PushpullError as error:

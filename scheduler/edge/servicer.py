@@ -421,7 +421,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> pb.ReportCheckpointPartResponse:
         async with self._answering(request.session, "ReportCheckpointPart") as session:
             part = part_from_proto(request)
-            self._carry_out(self._cluster.report_part(session, request.number, part))
+            self.checkpointing.report(session, request.number, part)
             self._publication.decided((), is_news=False)
         return pb.ReportCheckpointPartResponse()
 

@@ -25,10 +25,13 @@ class WorkerClocks:
 
 @dataclass(frozen=True, slots=True)
 class LeftPart:
-    """Part that a worker wrote when it left."""
+    """Part that a worker wrote when it left; empty if it had nothing to write. `is_found`: the
+    scheduler has seen its file.
+    """
 
     node_id: NodeId
     part: PartReport
+    is_found: bool = False
 
 
 @dataclass(slots=True)

@@ -17,15 +17,16 @@ Rules:
     - A worker that is gone, or reports that it lost its state, is lost in the manifest; the others
       have their state there.
     - A worker that has left takes no more steps, so the state that it wrote when it left is valid
-      at every cut from its last step on. An earlier cut has no state of it.
+      at every cut from its last step on. An earlier cut has no state of it. One that left without
+      a file had nothing to write.
     - Shards of data sets that were reported before the cut are done in it: their workers had sealed
       the steps, so none of these is after the cut (DS-3).
     - Until something has moved, the checkpoint that the cluster began from is the answer: while it
       starts up, tables have not been created again, and states have not been attached. Something
       has moved once a table is beyond that checkpoint, or a shard was reported since, or each
       worker of the first ones has begun, which it says at its first save point, or has left with
-      its state. A changed consistency is no movement: one made for its sake would lack those tables
-      and states. It is named instead.
+      its state, or with none to write. A changed consistency is no movement: one made for its
+      sake would lack those tables and states. It is named instead.
     - A worker that has not begun by a later cut, and has no state yet, is lost in the manifest.
     - A worker's next clock is a guess while its script is in a step. A script that waits for the
       checkpoint takes no step. If every script waits before the step of a cut, no worker will take
@@ -65,6 +66,7 @@ from scheduler.machine.checkpoint_state import (
     LeftPart,
     WorkerClocks,
 )
+from scheduler.machine.data_shards import DataSet
 from scheduler.machine.state import ClusterSettings, ClusterState, Restored, Transition
 from scheduler.machine.tables import first_consistency
 
@@ -234,6 +236,18 @@ class CheckpointAttempts:
         attempt.parts[node.node_id] = replace(part, tables=tables)
         return self.look()
 
+    def found(self, rank: int, node_id: NodeId) -> None:
+        """The scheduler has seen the file of a worker that leaves."""
+        left = self._state.left_parts.get(rank)
+        if left is not None and left.node_id == node_id:
+            self._state.left_parts[rank] = replace(left, is_found=True)
+
+    @property
+    def unfound(self) -> frozenset[int]:
+        """Ranks of workers that wrote a file when they left, which the scheduler has never seen."""
+        parts = self._state.left_parts.items()
+        return frozenset(rank for rank, left in parts if left.part.file and not left.is_found)
+
     def ended(self, node: Node) -> list[Transition]:
         """A node's membership has ended: the checkpoint does not wait for it."""
         attempt = self._state.checkpoint
@@ -267,6 +281,10 @@ class CheckpointAttempts:
         if problem:
             self._state.checkpoint_base = 0
             return self._fail(attempt, problem)
+        for rank, part in attempt.left.items():
+            left = self._state.left_parts.get(rank)
+            if left is not None and left.part is part:  # it was copied
+                self._state.left_parts[rank] = replace(left, is_found=True)
         since = self._state.checkpoints_since_full + 1 if attempt.base else 1
         self._state.checkpoint_base, self._state.checkpoints_since_full = number, since
         self._state.checkpoint = None
@@ -326,6 +344,8 @@ class CheckpointAttempts:
         }
         found = {}
         for rank, left in self._state.left_parts.items():
+            if not (left.part.file or left.part.problem):
+                continue  # there was nothing to write
             holder = holders.get(rank)  # may be a replacement
             has_left = holder is None or (
                 holder.node_id == left.node_id and holder.state is NodeState.LEFT
@@ -347,8 +367,9 @@ class CheckpointAttempts:
         if attempt.awaited or any(clock is None for clock in held.values()):
             return []
         if self._settings.restored is not None:
-            if not self._has_moved(attempt, held):
-                return self._unneeded(attempt, self._settings.restored)
+            restored = self._settings.restored
+            if not self._has_moved(attempt, restored, held):
+                return self._unneeded(attempt, restored)
             self._lose_late(attempt)
         for table_id, clock in held.items():
             named = (place.clocks.get(table_id, 0) for place in attempt.workers.values())
@@ -366,15 +387,18 @@ class CheckpointAttempts:
         clocks = {t.spec.name: t.cut.after_clock for t in attempt.cuts.values() if t.cut}
         return [CheckpointCut(attempt.number, clocks)]
 
-    def _has_moved(self, attempt: Attempt, held: Mapping[TableId, int | None]) -> bool:
-        """True if the cluster has anything that the checkpoint which it began from has not, or each
-        of its workers has begun. `held`: how far each table has come.
+    def _has_moved(
+        self, attempt: Attempt, restored: Restored, held: Mapping[TableId, int | None]
+    ) -> bool:
+        """True if the cluster has anything that the checkpoint `restored`, which it began from, has
+        not, or each of its workers has begun. `held`: how far each table has come.
         """
         first = self._first_clocks()
         if any((clock or 0) > first[table_id] for table_id, clock in held.items()):
             return True
-        data_sets = self._state.data_sets.values()
-        if any(each.run == UNNAMED and each.reports for each in data_sets):
+        before = {each.spec.name: DataSet.restored(each).progress for each in restored.data_sets}
+        own = (each for each in self._state.data_sets.values() if each.run == UNNAMED)
+        if any(each.progress > before.get(each.spec.name, (0, 0)) for each in own):
             return True
         return all(self._has_begun(attempt, rank) for rank in range(self._settings.worker_count))
 

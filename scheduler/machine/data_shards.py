@@ -66,6 +66,11 @@ class DataSet:
     def done_count(self) -> int:
         return self.issued_count - len(self.returned) - len(self.leases)
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The present pass, and how many of its shards are done; it only grows."""
+        return self.pass_number, self.done_count
+
     def saved(self) -> SavedDataSet:
         """The data set for a checkpoint: leases end with the timeline."""
         is_open = (*self.returned, *self.leases)

@@ -13,7 +13,7 @@ from ps_core.change import ChangeOutcome, Checkpoint, Join, TableChange, TableCu
 from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.consistency import Consistency, parsed
 from ps_core.keys import TableId
-from ps_core.manifest import DataSetSpec, PartReport, ReportedTable
+from ps_core.manifest import DataSetSpec, PartReport, ReportedTable, SavedDataSet
 from ps_core.tables.table import Table
 from ps_runtime.cluster import wire
 from scheduler.edge.checkpointing import manifest_of
@@ -366,13 +366,19 @@ def test_a_rank_is_in_the_manifest_once(answers: str) -> None:
 SOURCE = "file:///tmp/before/00000006-b"
 
 
-def resumed(consistency: Consistency = SPEC.consistency, **settings: Any) -> Saving:
-    """Its two tables are of a checkpoint, in which they are at 5 and 4, with that consistency."""
+def resumed(
+    consistency: Consistency = SPEC.consistency,
+    data_sets: tuple[SavedDataSet, ...] = (),
+    **settings: Any,
+) -> Saving:
+    """Its two tables are of a checkpoint, in which they are at 5 and 4, with that consistency, and
+    so are its data sets.
+    """
     tables = {
         name: RestoredTable(replace(SPEC, name=name).validated(), consistency, clock)
         for name, clock in (("model", 5), ("other", 4))
     }
-    return Saving(restored=Restored(SOURCE, tables), **settings)
+    return Saving(restored=Restored(SOURCE, tables, data_sets=data_sets), **settings)
 
 
 def asked(cluster: Saving, model: int = 5, *, begun: tuple[int, ...] = ()) -> None:
@@ -433,9 +439,12 @@ def test_once_all_workers_have_begun_one_is_made_though_no_step_was_taken() -> N
 
 
 @pytest.mark.parametrize(
-    "part", [PartReport("worker-1", 9, "cd"), PartReport(problem="it left early"), None]
+    "part",
+    [PartReport("worker-1", 9, "cd"), PartReport(), PartReport(problem="it left early"), None],
 )
-def test_a_worker_that_has_left_with_its_state_has_begun(part: PartReport | None) -> None:
+def test_a_worker_that_has_left_with_its_state_or_none_to_write_has_begun(
+    part: PartReport | None,
+) -> None:
     cluster = resumed()
     if part is not None:
         cluster.report(cluster.workers[1], part, LEAVING)
@@ -446,16 +455,39 @@ def test_a_worker_that_has_left_with_its_state_has_begun(part: PartReport | None
     assert len(cluster.happened(CheckpointUnneeded)) == (not has_begun)
 
 
-def test_once_a_shard_was_reported_one_is_made() -> None:
-    cluster = resumed()
-    spec, shards = DataSetSpec("samples", 4, 1, 0), ()
-    for _ in range(2):
-        request = ShardRequest(spec, 0, shards, 1)
-        leased = cluster.cluster.lease_data_shards(cluster.workers[0], request, cluster.now_s)
-        shards = cluster.note(leased).shards
-        assert shards
+SAMPLES = DataSetSpec("samples", 4, 1, 0)
+
+
+def lease(cluster: Saving, pass_number: int, done: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """The shards of worker 0 after it has reported some."""
+    request = ShardRequest(SAMPLES, pass_number, done, 1)
+    leased = cluster.cluster.lease_data_shards(cluster.workers[0], request, cluster.now_s)
+    shards: tuple[int, ...] = cluster.note(leased).shards
+    return shards
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_once_a_shard_was_reported_one_is_made_though_its_worker_has_left(
+    is_known: bool, leaves: bool
+) -> None:
+    """`is_known`: the checkpoint has the data set, in its second pass."""
+    cluster = resumed(data_sets=(SavedDataSet(SAMPLES, 1, 2, (), 0),) if is_known else ())
+    lease(cluster, int(is_known), done=lease(cluster, int(is_known)))
+    if leaves:
+        cluster.leave(cluster.workers[0])
     asked(cluster)
     assert len(cluster.happened(CheckpointCut)) == 1
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_shards_that_were_leased_and_not_reported_are_no_movement(leaves: bool) -> None:
+    cluster = resumed(data_sets=(SavedDataSet(SAMPLES, 1, 2, (3,), 0),))
+    assert lease(cluster, 1)
+    if leaves:
+        cluster.leave(cluster.workers[0])
+    asked(cluster)
+    assert len(cluster.happened(CheckpointUnneeded)) == 1
 
 
 def test_beyond_it_one_is_made_and_names_a_worker_that_still_starts_up_as_lost() -> None:

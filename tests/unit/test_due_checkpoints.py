@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,16 @@ class Saving:
         progress = scheduler_pb2.NodeProgress(tables=[said])
         self.edge.heard(self.worker.node_id, progress)
 
-    def leave(self, clock: int) -> SavedWorker:
-        """The worker leaves, and its state of that clock in a file."""
-        saved = worker_file(CheckpointDirectory(locate(self.edge.left_url)), 0, clock)
+    async def leave(self, clock: int, url: str = "") -> SavedWorker:
+        """The worker leaves, and its state of that clock in a file; `url`: where it finds the place
+        of those who leave. The scheduler looks for that file.
+        """
+        saved = worker_file(CheckpointDirectory(locate(url or self.edge.left_url)), 0, clock)
         tables = {TABLE: ReportedTable(0, clock)}
         part = PartReport(saved.file, saved.byte_count, saved.header_sha256, tables)
-        self.carry_out(self.cluster.cluster.report_part(self.worker, LEAVING, part))
+        self.edge.report(self.worker, LEAVING, part)
         self.cluster.leave(self.worker)
+        await self.ended()
         return saved
 
     def look(self, seconds: float = 0.0) -> int:
@@ -245,7 +249,7 @@ def test_one_that_cannot_have_the_state_of_a_worker_that_has_left_fails(tmp_path
     async def live() -> None:
         saving = Saving(tmp_path)
         saving.heard(10)
-        saved = saving.leave(clock=10)
+        saved = await saving.leave(clock=10)
         assert saving.look() == 1
         running = saving.cluster.cluster.view.checkpoint
         assert running is not None
@@ -279,7 +283,7 @@ def test_a_state_that_is_gone_or_damaged_is_lost_and_no_checkpoint_waits_for_it(
     async def live() -> None:
         saving = Saving(tmp_path)
         saving.heard(10)
-        saved = saving.leave(clock=10)
+        saved = await saving.leave(clock=10)
         spoil(Path(saving.edge.left_url, saved.file))
         assert saving.look() == 1
         saving.write(cut=10)
@@ -288,5 +292,35 @@ def test_a_state_that_is_gone_or_damaged_is_lost_and_no_checkpoint_waits_for_it(
         (worker,) = CheckpointDirectory(locate(made.url)).read_manifest().workers
         assert (worker.rank, worker.clock, worker.file) == (0, 10, "")
         assert saved.file in worker.problem
+
+    asyncio.run(live())
+
+
+def test_a_state_that_was_never_where_the_scheduler_looks_fails_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """The worker's host has a directory of its own by that name."""
+
+    async def live() -> None:
+        saving = Saving(tmp_path)
+        saving.heard(10)
+        saved = await saving.leave(clock=10, url=str(tmp_path / "elsewhere"))
+        assert saving.look() == 1
+        saving.write(cut=10)
+        await saving.ended()
+        (failed,) = saving.happened(CheckpointFailed)
+        assert "the state of worker 0, which has left, was never there" in failed.reason
+        assert "is the place shared by all hosts?" in failed.reason
+        assert not saving.happened(CheckpointMade)
+        (tmp_path / "elsewhere").rename(saving.edge.left_url)
+        for number, cut in ((2, 10), (3, 20)):
+            saving.heard(cut)
+            assert saving.look(RETRY_S) == number
+            saving.write(cut)
+            await saving.ended()
+            shutil.rmtree(saving.edge.left_url, ignore_errors=True)
+        made = [CheckpointDirectory(locate(each.url)) for each in saving.happened(CheckpointMade)]
+        files = [each.read_manifest().workers[0].file for each in made]
+        assert files == [saved.file, ""], "it was there, and is lost later"
 
     asyncio.run(live())

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from ps_core.manifest import PartReport
 from ps_worker.checkpoint.save_points import Before
 from tests.unit.saving_worker import WAIT_S, A, B, Resting, Worker, clocks_of
 
@@ -103,6 +104,19 @@ def test_who_has_no_state_leaves_nothing_behind() -> None:
     worker.points.leave_behind("left")
     worker.points.close(WAIT_S)
     assert (worker.copied, worker.reported) == ([], [])
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_who_leaves_a_restored_cluster_without_a_state_says_that_it_has_begun(begins: bool) -> None:
+    worker = Worker()
+    worker.model(A)
+    begin_from_a_checkpoint(worker)
+    if begins:
+        worker.points.reach()
+    worker.points.leave()
+    worker.points.leave_behind("left")
+    worker.points.close(WAIT_S)
+    assert (worker.copied, worker.reported) == ([], [(0, PartReport())] if begins else [])
 
 
 def test_a_state_that_cannot_be_left_behind_is_said(worker: Worker) -> None:

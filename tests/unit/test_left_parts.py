@@ -65,6 +65,15 @@ def test_who_left_before_has_what_it_wrote_then(leaver: int) -> None:
     assert written.attempt.left == {leaver: part}
 
 
+def test_who_left_with_nothing_to_write_has_nothing_in_it() -> None:
+    cluster = Saving()
+    cluster.report(cluster.workers[0], PartReport(), LEAVING)
+    cluster.leave(cluster.workers[0])
+    cut_without(cluster, 0)
+    part = PartReport("worker-1", 9, "cd")
+    assert complete(cluster, (cluster.workers[1], part)).attempt.left == {}
+
+
 def test_who_leaves_while_it_is_made_has_its_own_or_what_it_wrote_then() -> None:
     cluster = Saving()
     cluster.cut()
