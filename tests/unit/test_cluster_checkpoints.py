@@ -371,9 +371,7 @@ def resumed(
     data_sets: tuple[SavedDataSet, ...] = (),
     **settings: Any,
 ) -> Saving:
-    """Its two tables are of a checkpoint, in which they are at 5 and 4, with that consistency, and
-    so are its data sets.
-    """
+    """Its two tables are of a checkpoint, at 5 and 4 and with that consistency, as its data sets."""
     tables = {
         name: RestoredTable(replace(SPEC, name=name).validated(), consistency, clock)
         for name, clock in (("model", 5), ("other", 4))
