@@ -371,7 +371,7 @@ def resumed(
     data_sets: tuple[SavedDataSet, ...] = (),
     **settings: Any,
 ) -> Saving:
-    """Its two tables are of a checkpoint, at 5 and 4 and with that consistency, as its data sets."""
+    """Its two tables, at 5 and 4 with that consistency, and data sets are of a checkpoint."""
     tables = {
         name: RestoredTable(replace(SPEC, name=name).validated(), consistency, clock)
         for name, clock in (("model", 5), ("other", 4))
