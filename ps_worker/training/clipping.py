@@ -10,7 +10,8 @@
 A scale that travels with the seal leaves the gradients unchanged, so that blocks can leave while
 backward runs, before the norm is known. The reduced gradient has the same bits at every worker, and
 so has its norm: it is computed tensor by tensor, whatever the cut into blocks, on equal kinds of
-device.
+device. A sparse gradient (`nn.Embedding(sparse=True)`), which a local optimizer may take, counts as
+the dense one that it stands for.
 """
 
 from __future__ import annotations
@@ -45,12 +46,20 @@ _EPSILON = 1e-6
 
 def total_norm(gradients: Iterable[torch.Tensor | None], scale: float) -> torch.Tensor:
     """The norm of all gradients, each times `scale`, on their device: one element."""
-    # Staging refuses gradients that are not dense, by name.
-    dense = [each for each in gradients if each is not None and each.layout is torch.strided]
+    dense = [values for each in gradients if (values := _counted(each)) is not None]
     halves = [each for each in dense if each.dtype in _HALF]
     of_halves = iter(torch._foreach_norm(halves, 2.0, torch.float32) if halves else ())
     counted = [next(of_halves) if each.dtype in _HALF else each for each in dense]
     return torch.nn.utils.get_total_norm(counted) * scale  # a number is its own norm
+
+
+def _counted(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """The values of a gradient; None without one, or if it is neither dense nor sparse: staging
+    refuses that by name, and sparse ones too, unless the local optimizer takes them.
+    """
+    if gradient is None or gradient.layout is torch.strided:
+        return gradient
+    return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else None
 
 
 def norm_and_factor(

@@ -246,6 +246,20 @@ def test_a_small_norm_gives_no_factor_above_1() -> None:
     assert norm_and_factor([torch.tensor([3.0, 4.0])], 10.0, 1.0) == (5.0, 1.0)
 
 
+def test_a_sparse_gradient_counts_as_the_dense_one_that_it_stands_for() -> None:
+    """Its rows may come twice: their sum counts."""
+    rows = nn.Embedding(4, 2, sparse=True)
+    rows(torch.tensor([1, 1, 3])).sum().backward()
+    sparse = rows.weight.grad
+    assert sparse is not None
+    dense, other = sparse.to_dense(), torch.tensor([3.0])
+    expected = norm_and_factor([dense, other], 1.5, 0.5)
+    assert norm_and_factor([sparse, other], 1.5, 0.5) == expected
+    multiply_gradients([rows.weight], 0.25)
+    assert rows.weight.grad is not None
+    assert torch.equal(rows.weight.grad.to_dense(), dense * 0.25)
+
+
 @pytest.mark.parametrize(
     ("gradient", "expected"),
     [
