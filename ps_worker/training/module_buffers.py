@@ -6,10 +6,12 @@ Rules:
       float64, which holds every integer up to 2**53, and are rounded when they come back.
     - "rank0": rank 0's values replace all others in each step. "mean": the mean of the workers'.
     - Buffers of a step that is skipped count, as in one process.
+    - A module may replace a buffer's tensor, and may not remove a buffer.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -124,7 +126,11 @@ class BufferTable:
             check_as_given(self.handle, self._layout, self._sent)
 
     def push(self) -> None:
-        """Push the present buffers, if this worker publishes them."""
+        """Push the present buffers, if this worker publishes them; refuses a module that lacks one,
+        at every worker, so that none waits for another.
+        """
+        for entry in self._layout.placed:
+            present_buffer(self._module, entry.name)
         if self._publishes:
             self._push(self._client.tables.begin_step(self.handle))
 
@@ -156,8 +162,9 @@ class BufferTable:
     def left(self) -> None:
         """A wait for the buffers was given up: changes from now on are not overwritten."""
         if self._pull is not None and not self._left:
-            current = self._current(self._received)
-            self._left = {name: buffer.detach().clone() for name, buffer, _ in current}
+            with contextlib.suppress(InvalidTensor):  # `finish` and `push` say that one is missing
+                current = self._current(self._received)
+                self._left = {name: buffer.detach().clone() for name, buffer, _ in current}
 
     def finish(self) -> None:
         """Wait for the end of the step, and write the pulled buffers into the module, except those
@@ -206,7 +213,23 @@ class BufferTable:
     def _current(self, flat: FlatBuffer) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Each buffer as the module has it now, because modules may replace the tensor."""
         for entry, view in zip(self._layout.placed, flat.views, strict=True):
-            yield entry.name, self._module.get_buffer(entry.name), view
+            yield entry.name, present_buffer(self._module, entry.name), view
+
+
+def present_buffer(module: nn.Module, name: str) -> torch.Tensor:
+    """The module's buffer; InvalidTensor if the script has removed it."""
+    try:
+        found: torch.Tensor | None = module.get_buffer(name)
+    except AttributeError:
+        found = None
+    if found is None:
+        raise InvalidTensor(
+            f"the module has no buffer '{name}' any more, and had it when the optimizer was made, "
+            "so that the workers share it; expected the same buffers until the end. Change the "
+            "module (prune.remove, another layer, no running statistics) before its optimizer is "
+            "made, or choose buffers=None, with which each worker keeps its own"
+        )
+    return found
 
 
 def check_exact(buffers: Iterable[tuple[str, torch.Tensor]]) -> None:

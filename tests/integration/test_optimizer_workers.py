@@ -195,6 +195,15 @@ def test_buffers(workers: Workers, buffers: str | None) -> None:
             assert torch.equal(state["0.weight"], shared[0]["0.weight"])
 
 
+def test_a_buffer_that_was_removed_is_refused_at_every_worker(workers: Workers) -> None:
+    """Before anything is sealed, so that none waits for another."""
+    answers = workers.run(jobs.train_without_buffers, name="no buffers")
+    for message, _ in answers:
+        assert message.startswith("the module has no buffer '1.num_batches_tracked' any more")
+        assert "buffers=None" in message
+    check_all_equal([result for _, result in answers], answers[0][1])
+
+
 @pytest.mark.timeout(120)
 def test_uneven_data_ends_no_run(pool: Pool) -> None:
     expected = in_one_process(3, momentum, plain, lambda step, rank: step <= rank)

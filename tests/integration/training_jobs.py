@@ -93,6 +93,25 @@ def train_normed(client: ps.Client, name: str, **options: Any) -> list[Values]:
     return history
 
 
+def train_without_buffers(client: ps.Client, name: str) -> tuple[str, Values]:
+    """All take a layer with shared buffers away before the second step, and put it back."""
+    model: Any = seeded(normed)
+    optimizer = optimizer_for(client, model, name=name)
+    message, layer = "", model[1]
+    for step, x in enumerate(batches(2, rank=client.rank)):
+        optimizer.zero_grad()
+        if step == 1:
+            model[1] = nn.Identity()
+        model(x).square().mean().backward()
+        try:
+            optimizer.step()
+        except ps.InvalidTensor as error:
+            message = error.message
+            model[1] = layer
+            optimizer.step()
+    return message, values(model)
+
+
 def train_with_nan(client: ps.Client, name: str, bad_rank: int) -> tuple[str, Values]:
     """One worker's gradient is not finite in the second of three steps."""
     model = seeded(Branched)

@@ -14,6 +14,7 @@ from ps_worker.training.module_buffers import (
     check_exact,
     check_shape,
     persistent_buffers,
+    present_buffer,
     write_values,
 )
 
@@ -102,6 +103,19 @@ def test_integers_up_to_the_largest_exact_one_are_taken(dtype: torch.dtype) -> N
 def test_a_buffer_of_another_shape_is_refused_by_name() -> None:
     with pytest.raises(InvalidTensor, match=r"'n' has shape \(3,\); expected \(2,\)"):
         check_shape("n", torch.zeros(3), torch.zeros(2))
+
+
+def test_a_buffer_that_was_removed_is_refused_by_name() -> None:
+    model = Model()
+    assert present_buffer(model, "one.mean") is model.one.mean
+    model.one.mean = torch.ones(3)
+    assert present_buffer(model, "one.mean").tolist() == [1.0, 1.0, 1.0]
+    del model.count
+    model.other.mean = None  # type: ignore[assignment]
+    model.one = nn.Identity()  # type: ignore[assignment]
+    for name in ("count", "other.mean", "one.mean"):
+        with pytest.raises(InvalidTensor, match=f"no buffer '{name}' any more.* buffers=None"):
+            present_buffer(model, name)
 
 
 # --- names of tables
