@@ -138,8 +138,15 @@ class TrainedRows:
 
     # --- steps
 
-    def check_sizes(self) -> None:
-        """Raise what `prepare` would, before anything of the step is taken."""
+    def check_step(self, *, is_skipped: bool) -> None:
+        """Raise what `begin_step` and `prepare` would, before anything of the step is taken; a
+        skipped one is not prepared.
+        """
+        checked_hyperparameters(self.handle, self.hyperparameters)
+        if not is_skipped:
+            self._check_sizes()
+
+    def _check_sizes(self) -> None:
         table, given = self.handle.table, self._given()
         row_bytes = table.spec.element_count * given[0][1].element_size() if given else 0
         if len(given) == 1:

@@ -217,6 +217,38 @@ def test_a_step_with_too_many_rows_is_refused_before_anything_of_it_is_taken() -
         assert (optimizer.clock, rows.table.clock) == (1, 1)
 
 
+def test_a_step_with_a_wrong_setting_is_refused_before_anything_of_it_is_taken() -> None:
+    """The others would wait for its seal, having taken their half."""
+    with ps.local_cluster(servers=1, workers=1) as cluster, ps.connect(cluster.address) as client:
+        rows = ps.Embedding(client, "rows", 4, optimizer=ps.SGD(lr=1.0))
+        head, bias = torch.nn.Linear(4, 1), torch.nn.Parameter(torch.ones(1))
+        model = torch.nn.ModuleDict({"rows": rows, "head": head})
+        model.register_parameter("bias", bias)
+        optimizer = ps.HybridOptimizer(
+            client,
+            model,
+            torch.optim.SGD(head.parameters(), lr=0.1),
+            served=[bias],
+            server_optimizer=ps.SGD(lr=0.1),
+        )
+        before = head.bias.detach().clone()
+        (head(rows(torch.arange(3))) + bias).sum().backward()
+        rows.hyperparameters["momentun"] = 0.9
+        with pytest.raises(ps.InvalidConfig, match="no hyperparameter 'momentun'"):
+            optimizer.step()
+        rows.hyperparameters.clear()
+        served = optimizer.servers.param_groups[0]
+        served["nesterov"] = True
+        with pytest.raises(ps.InvalidConfig, match=r"'nesterov' of table .* is False for good"):
+            optimizer.step()
+        served["nesterov"] = False
+        assert torch.equal(head.bias.detach(), before)
+        assert (optimizer.clock, rows.table.clock) == (0, 0)
+        optimizer.step()
+        torch.testing.assert_close(head.bias.detach(), before - 0.1 * 3)
+        assert (optimizer.clock, rows.table.clock) == (1, 1)
+
+
 def test_a_loss_scale_does_not_outlive_a_step_that_raises() -> None:
     """Of one that is interrupted, and one that is refused after `unscale_`, both given up."""
     with ps.local_cluster(servers=1, workers=1) as cluster, ps.connect(cluster.address) as client:

@@ -318,8 +318,11 @@ class HybridOptimizer(torch.optim.Optimizer):
     def _step(self, scale: StepScale) -> None:
         worker_count = self._client.world_size
         problem = "" if scale.skip or self._may_be_infinite else scale.told(self._problem())
-        for rows in () if scale.skip or problem else self.servers.trained_model.rows:
-            rows.check_sizes()  # before the others count on the step
+        served = self.servers.trained_model
+        for rows in served.rows:  # before the others count on the step
+            rows.check_step(is_skipped=scale.skip or bool(problem))
+        for table in served.tables:
+            served.hyperparameters(table, self.servers.param_groups)
         control = [0.0] * (1 + 2 * worker_count)
         control[0] = float(scale.skip)
         control[1 + self._client.rank] = float(bool(problem))
