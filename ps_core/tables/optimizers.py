@@ -130,9 +130,16 @@ Hyperparameters = tuple[tuple[str, float], ...]
 """Sorted (name, value) pairs: comparable and hashable."""
 
 
+DISAGREE = "disagree about clock"
+"""The words of an error that is about workers whose seals of one clock differ."""
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
     """An optimizer and its settings; `hyperparameters` is complete and sorted after `validated`.
+
+    AGGREGATE has none itself. Steps bring those of the workers' own optimizers, by any names, so
+    that these can be compared.
 
     CUSTOM runs the servers' update `custom_update` (`ps_core.update_offer`), whose hyperparameters
     the scheduler completes. With `inner_steps` a push is a pseudo-gradient, the distance that so
@@ -175,6 +182,8 @@ class OptimizerSpec:
         """
         is_custom = self.kind is OptimizerKind.CUSTOM
         merged = dict(self.hyperparameters if is_custom else HYPERPARAMETER_DEFAULTS[self.kind])
+        if self.kind is OptimizerKind.AGGREGATE:
+            merged = dict(given)
         is_ftrl = self.kind is OptimizerKind.FTRL
         bounds = {} if is_custom else _FTRL_BOUNDS if is_ftrl else _HYPERPARAMETER_BOUNDS
         others = CLAMP_NAMES if self.kind in CLAMPED else ()

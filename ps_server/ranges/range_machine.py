@@ -27,7 +27,7 @@ from ps_core.errors import (
 )
 from ps_core.keys import Incarnation, RangeId
 from ps_core.ledger import Ending, Outcome, ReplyKind
-from ps_core.tables.optimizers import OptimizerKind, array_words
+from ps_core.tables.optimizers import DISAGREE, Hyperparameters, OptimizerKind, array_words
 from ps_core.tables.table import Table
 from ps_server.ranges.events import (
     Effect,
@@ -689,6 +689,7 @@ class EntryRules:
 
         With backup workers a worker that was left behind leaves out clocks, so that its schedules
         are elsewhere: there the update takes the hyperparameters of the first step that it holds.
+        Those of AGGREGATE have any names; a worker that gives none has no say.
         """
         setting = self._state.schedule.at(terms.clock)
         if setting.mode is not Mode.BSP or setting.backup_workers or terms.skip or terms.edit:
@@ -705,19 +706,27 @@ class EntryRules:
                 ranks = worker.rank, other.rank
                 clips, does_not = ranks if terms.clip_scale is not None else ranks[::-1]
                 return InvalidConfig(
-                    f"workers {clips} and {does_not} disagree about clock {terms.clock} of table "
+                    f"workers {clips} and {does_not} {DISAGREE} {terms.clock} of table "
                     f"'{self._state.name}': worker {clips} clips the gradient, worker {does_not} "
                     "not"
                 )
-            if theirs != mine:
+            if theirs != mine and theirs and mine:
                 low, high = sorted(((worker.rank, mine), (other.rank, theirs)))
-                differing = ", ".join(
-                    f"{name}: {a:g} and {b:g}"
-                    for (name, a), (_, b) in zip(low[1], high[1], strict=True)
-                    if a != b
-                )
                 return InvalidConfig(
-                    f"workers {low[0]} and {high[0]} disagree about clock {terms.clock} of table "
-                    f"'{self._state.name}': {differing}"
+                    f"workers {low[0]} and {high[0]} {DISAGREE} {terms.clock} of table "
+                    f"'{self._state.name}': {_differing(low, high)}"
                 )
         return None
+
+
+def _differing(low: tuple[int, Hyperparameters], high: tuple[int, Hyperparameters]) -> str:
+    """The hyperparameters that two workers, each with its rank, do not have alike, in words."""
+    (first, ours), (second, theirs) = (low[0], dict(low[1])), (high[0], dict(high[1]))
+    found = []
+    for name in sorted({*ours, *theirs}):
+        if name not in ours or name not in theirs:
+            found.append(f"{name} at worker {first if name in ours else second} alone")
+        elif (a := ours[name]) != (b := theirs[name]):
+            are_told_apart = f"{a:g}" != f"{b:g}"
+            found.append(f"{name}: {a:g} and {b:g}" if are_told_apart else f"{name}: {a} and {b}")
+    return ", ".join(found)

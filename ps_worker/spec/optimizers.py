@@ -305,7 +305,8 @@ class Aggregate(ServerOptimizer):
     """The servers reduce the gradients; each worker runs its own torch optimizer on the result.
 
     Needs BSP. All workers run the same optimizer on the same reduced gradient, so their parameters
-    stay equal.
+    stay equal, if they begin with the same and all scripts do the same to them: a step is refused
+    if the settings of the optimizers differ, or what was changed since the last step.
 
     Args:
         factory: Builds the torch optimizer from parameter groups, for instance

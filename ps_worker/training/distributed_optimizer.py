@@ -54,6 +54,7 @@ from ps_worker.steps.steps import StepResult
 from ps_worker.training import joining
 from ps_worker.training.among_workers.process_group import check_reduces_alone
 from ps_worker.training.among_workers.worker_group import worker_group
+from ps_worker.training.among_workers.workers_model import WorkersModel
 from ps_worker.training.embedding import has_embeddings, owned_rows
 from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.local_optimizer import check_fragments, inner_optimizer, outer_of
@@ -258,6 +259,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._model.outer is not None:
             name = f"inner_steps/{checked.name}"
             client.attach_state(name, self._inner_steps_state, per_rank=True)
+        if self._model.aggregates and self._model.inner is not None:
+            self._model.own = WorkersModel(client.rank, self._tables, self._model.inner)
 
     def _check_options(self, checked: TrainingOptions, *, has_rows: bool) -> None:
         """Refuse options that do not go with the module or the optimizer."""
@@ -338,11 +341,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             InvalidTensor: a gradient is not finite; the step was skipped on every server (in a
                 round: earlier rounds count).
-            InvalidConfig: another worker's hyperparameters or norm differ at this clock; or a
-                fixed switch of the table was changed; or the model is also in torch's
-                DistributedDataParallel, which reduces the gradients among the workers; or the
-                model has Embeddings, and `GradScaler.unscale_` was called; or, with
-                `aggregate_within`, gradients were written before the last step had ended.
+            InvalidConfig: another worker's hyperparameters or norm differ at this clock, or what
+                its script has changed (`Aggregate`); or a fixed switch of the table was changed; or
+                the model is also in torch's DistributedDataParallel, which reduces the gradients
+                among the workers; or it has Embeddings, and `GradScaler.unscale_` was called; or,
+                with `aggregate_within`, gradients were written before the last step had ended.
             GradientChangedAfterPush: in eager mode.
             EditRefused: parameters were changed since the last step, and not alike by all workers,
                 or not under BSP, or by a joining worker. The step was not taken; the changes stay.
@@ -440,7 +443,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._tables.extend(tables)
         for table in tables:
             table.handle.steps.initial_values = None
-        self._own_state.group_added()
+        own, load = self._model.own, self._own_state.group_added
+        load() if own is None else own.added(tables, load)
         self._inner_steps_state.take(tables)
         self._hook_trainable()
 

@@ -35,6 +35,7 @@ from ps_worker.spec.optimizers import (
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.steps import Pulled, PushTicket, StepResult, TableHandle, after_round
 from ps_worker.training.among_workers.worker_group import WorkerGroup
+from ps_worker.training.among_workers.workers_model import WorkersModel, explained
 from ps_worker.training.clipping import UpdateScaling, scaled_step, scaled_updates
 from ps_worker.training.common_model import CommonModel, EarlyOuterStep
 from ps_worker.training.interrupts import uninterrupted
@@ -104,6 +105,7 @@ class TrainedModel:
         tables, buffers, rows: the owner adds them.
         group: the workers that push and pull as one; the owner sets it.
         inner: the local optimizer of `Aggregate`, `Add` and `Outer`; the owner sets it.
+        own: this worker's copy of the model, with `Aggregate`; the owner sets it, once it is whole.
         outer_steps: those of `Outer`.
         results: the results of the last step, by table that is awake; empty if it was skipped.
         row_results: likewise, of embedding tables.
@@ -125,6 +127,7 @@ class TrainedModel:
         self.rows: list[TrainedRows] = []
         self.group = WorkerGroup(client, [client.rank])
         self.inner: torch.optim.Optimizer | None = None
+        self.own: WorkersModel | None = None
         self.results: dict[TrainedTable, StepResult] = {}
         self.row_results: list[StepResult] = []
         self.gradient_norm: float | None = None
@@ -211,7 +214,7 @@ class TrainedModel:
         if self.outer is not None:
             return self.outer.outer_hyperparameters(group)
         if self.inner is not None:
-            return ()
+            return () if self.own is None else self.own.hyperparameters(group)
         check_switches(table.handle.spec.optimizer, group, table.name)
         return hyperparameters_of(table.handle.spec.optimizer, group)
 
@@ -522,7 +525,7 @@ class TrainedModel:
         since, in a setting without steps of all workers.
         """
         if self._why_no_edit():
-            parameters = enumerate(_parameters(groups))
+            parameters = enumerate(each for group in groups for each in group["params"])
             state = {place: entries[p] for place, p in parameters if p in entries}
             arrays = arrays_of(state, self.tables, groups, may_be_infinite=True)
             self._given = self.clock, LoadedState(arrays).digest
@@ -532,7 +535,9 @@ class TrainedModel:
         optimizer state, in steps before that of the gradients (SEMANTICS S16). Reads every
         parameter.
         """
-        # Sums: they are its own; else an edit is part of what is pushed.
+        if self.own is not None:
+            self.own.take_changes()
+        # Aggregate: they are the workers' own; else an edit is part of what is pushed.
         if self.inner is not None and (self.outer is None or self.inner_steps.have_moved):
             if self.adds and self._join.is_new(self.clock):
                 self._join.check(self._edited())
@@ -701,6 +706,8 @@ class TrainedModel:
             with uninterrupted():  # the script goes on: its changes come after the step
                 if isinstance(error, PushpullError) and not isinstance(error, WaitExpired):
                     self._sealed = None  # it has ended, with an error
+                    if self.own is not None and not sealed.is_taken_over:
+                        self.own.failed(sealed.tickets.values())
                     if sealed.is_taken_over:  # the error is of buffers, or of rows
                         self.awaited.begin(sealed.tickets)
                 for table in () if self.aggregates else sealed.tickets:
@@ -770,12 +777,8 @@ class TrainedModel:
                 self.inner_steps.has_kept |= is_moved
         if not self.outer_steps.is_overlapped:
             self.outer_steps.merge()
-        if self.inner is not None and self.aggregates and not sealed.is_taken_over:
-            if self.options.clip_norm is not None:  # a norm that is not finite makes them NaN
-                trained = _parameters(self.inner.param_groups)
-                norm = torch.nn.utils.clip_grad_norm_(trained, self.options.clip_norm)
-                self.gradient_norm = float(norm)
-            self.inner.step()
+        if self.own is not None and not sealed.is_taken_over:
+            self.gradient_norm = self.own.step(self.options.clip_norm)
         sealed.is_taken_over = True
 
     def non_finite_rows(self) -> str:
@@ -792,8 +795,5 @@ def _finished(table: TrainedTable, sealed: _SealedStep) -> Pulled | None:
             return table.finish()
         except EditRefused as error:  # each ticket raises once
             sealed.refused = sealed.refused or error
-
-
-def _parameters(groups: Groups) -> Iterator[torch.Tensor]:
-    for group in groups:
-        yield from group["params"]
+        except InvalidConfig as error:
+            raise explained(error) from None

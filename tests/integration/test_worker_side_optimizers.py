@@ -1,8 +1,10 @@
-"""Add: each worker runs a torch optimizer of its own, and pushes how far that moved things."""
+"""Add: each worker runs a torch optimizer of its own, and pushes how far that moved things.
+Aggregate: each runs one on the sums, and the servers compare what scripts do to it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
@@ -163,3 +165,102 @@ def test_it_has_no_eager_mode(workers: list[ps.Client]) -> None:
 def test_it_needs_a_factory(workers: list[ps.Client]) -> None:
     with pytest.raises(ps.InvalidConfig, match="Add has no factory"):
         ps.DistributedOptimizer(workers[0], _model(), ps.Add(), name="none")
+
+
+def _aggregated(
+    name: str, client: ps.Client, change: Callable[[Any, nn.Module], None], step: int
+) -> tuple[torch.Tensor, str]:
+    """Three steps, with a change before one of them: the parameters, and the error of a step."""
+    model = _model()
+    optimizer = ps.DistributedOptimizer(client, model, ps.Aggregate(NADAM), name=name)
+    told = ""
+    for number in range(3):
+        if number == step:
+            change(optimizer, model)
+        optimizer.zero_grad()
+        _loss(model, client.rank, number).backward()
+        try:
+            optimizer.step()
+        except ps.InvalidConfig as error:
+            told = str(error)
+            break
+    optimizer.close()
+    return _weights(model), told
+
+
+def _set_rate(optimizer: Any, _model: nn.Module) -> None:
+    optimizer.param_groups[0]["lr"] = 0.025
+
+
+def _halve(_optimizer: Any, model: nn.Module) -> None:
+    model.load_state_dict({name: value / 2 for name, value in model.state_dict().items()})
+
+
+def _load_state(optimizer: Any, _model: nn.Module) -> None:
+    saved = optimizer.state_dict()
+    for entry in saved["state"].values():
+        entry["exp_avg"] = entry["exp_avg"] / 2
+    optimizer.load_state_dict(saved)
+
+
+ALONE = {
+    _set_rate: "lr: 0.05 and 0.025",
+    _halve: "changes of '0.weight', '0.bias', '2.weight' and 1 more at worker 1 alone",
+    _load_state: "loaded optimizer state at worker 1 alone",
+}
+
+
+@pytest.mark.parametrize("change", ALONE)
+def test_aggregate_takes_what_all_workers_do_and_refuses_what_one_does_alone(
+    workers: list[ps.Client], change: Callable[[Any, nn.Module], None]
+) -> None:
+    """Its parameters would part from the others', and nothing brings them together again."""
+    together, plain = f"model-{next(_names)}", f"model-{next(_names)}"
+    ends = _together(workers, lambda client, _: _aggregated(together, client, change, 1))
+    assert [told for _, told in ends] == ["", ""]
+    assert torch.equal(ends[0][0], ends[1][0])
+    others = _together(workers, lambda client, _: _aggregated(plain, client, change, 3))
+    assert not torch.equal(ends[0][0], others[0][0])
+    alone = f"model-{next(_names)}"
+    steps = {0: 3, 1: 1}
+    ends = _together(workers, lambda c, rank: _aggregated(alone, c, change, steps[rank]))
+    for _, told in ends:
+        assert f"workers 0 and 1 disagree about clock 2 of table '{alone}/0/float32'" in told
+        assert ALONE[change] in told
+        assert "expected the same at every worker" in told
+
+
+def test_sparse_gradients_count_in_the_norm(workers: list[ps.Client]) -> None:
+    """Of rows that come twice, and beside dense ones: as where all are dense."""
+    name = f"model-{next(_names)}"
+
+    def train(client: ps.Client, rank: int, is_sparse: bool) -> tuple[torch.Tensor, float | None]:
+        model = nn.ModuleDict({"rows": nn.Embedding(6, 4, sparse=is_sparse), "head": _head()})
+        nn.init.ones_(model["rows"].weight)  # type: ignore[arg-type]
+        optimizer = ps.DistributedOptimizer(
+            client,
+            model,
+            ps.Add(partial(torch.optim.SGD, lr=0.5)),
+            name=f"{name} {is_sparse}",
+            clip_norm=0.25,
+        )
+        for step in range(2):
+            optimizer.zero_grad()
+            ids = torch.tensor([rank, rank, 2 + step])
+            model["head"](model["rows"](ids)).sum().backward()
+            optimizer.step()
+        optimizer.close()
+        return _weights(model), optimizer.gradient_norm
+
+    ends = _together(workers, lambda c, rank: train(c, rank, is_sparse=True))
+    expected = _together(workers, lambda c, rank: train(c, rank, is_sparse=False))
+    for (weights, norm), (as_dense, dense_norm) in zip(ends, expected, strict=True):
+        torch.testing.assert_close(weights, as_dense)
+        assert norm == pytest.approx(dense_norm)
+
+
+def _head() -> nn.Module:
+    head = nn.Linear(4, 1)
+    nn.init.ones_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head

@@ -196,6 +196,27 @@ def test_a_disagreement_is_told_in_the_order_of_ranks_whoever_came_first(bsp: Be
     assert "lr: 0.5 and 0.25" in str(refused)
 
 
+def test_numbers_that_look_alike_are_shown_in_full(bsp: Bench) -> None:
+    bsp.seal(0, 1, 1, (("lr", 0.1),))
+    refused = problem(bsp.seal(1, 1, 1, (("lr", 0.1 + 1e-9),)))
+    assert str(refused).endswith(": lr: 0.1 and 0.100000001")
+
+
+def test_workers_own_optimizers_are_compared_by_any_names() -> None:
+    """Sums: the servers use no hyperparameters, and workers that differ would part."""
+    bench = Bench(make_table(kind=OptimizerKind.AGGREGATE))
+    given = (("foreach", 1.0), ("lr", 0.5))
+    bench.seal(0, 1, 1, given)
+    assert outcomes(bench.seal(1, 1, 1, given))[1, 1] is Outcome.APPLIED
+    bench.seal(0, 2, 2, (("lr", 0.5), ("only here", 7.0)))
+    refused = problem(bench.seal(1, 2, 2, (("lr", 0.25), ("nor there", 7.0))))
+    assert isinstance(refused, InvalidConfig)
+    assert str(refused).endswith(
+        "lr: 0.5 and 0.25, nor there at worker 1 alone, only here at worker 0 alone"
+    )
+    assert outcomes(bench.seal(1, 3, 2))[1, 3] is Outcome.APPLIED, "none: it has no say"
+
+
 def test_whoever_waits_for_a_clock_in_dispute_is_told_as_well(bsp: Bench) -> None:
     bsp.seal(0, 1, 1, LR)
     bsp.pull(0, 1)
