@@ -232,6 +232,7 @@ def test_workers_that_disagree_are_both_named(pool: Pool) -> None:
     for message in told:
         assert "workers 0 and 1 disagree about clock 1" in message
         assert "lr: 0.1 and 0.2" in message
+        assert "If a schedule steps only where GradScaler did not skip" in message
     assert len(told) == 2, messages  # the one that sealed first learns it from its read
 
 

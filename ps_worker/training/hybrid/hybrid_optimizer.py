@@ -50,6 +50,7 @@ from ps_worker.training.among_workers.gradient_reduction import (
 )
 from ps_worker.training.among_workers.peers import Peers
 from ps_worker.training.among_workers.process_group import init_process_group
+from ps_worker.training.among_workers.workers_model import SCHEDULES
 from ps_worker.training.clipping import multiply_gradients
 from ps_worker.training.distributed_optimizer import DistributedOptimizer
 from ps_worker.training.embedding import has_embeddings
@@ -384,7 +385,8 @@ class HybridOptimizer(torch.optim.Optimizer):
             opened.refusal = InvalidConfig(
                 f"the optimizer of worker {others[0]} has other hyperparameters than that of "
                 f"worker 0 (here, at worker {self._client.rank}: {self._settings()}), so their "
-                "parameters would part; expected the same at each: all have skipped the step"
+                "parameters would part; expected the same at each: all have skipped the step. "
+                f"{SCHEDULES}"
             )
         if not problem and any(problems):
             rank = next(rank for rank, is_one in enumerate(problems) if is_one)
