@@ -49,7 +49,7 @@ BELOW = {
     *("check_sealed", "defaults", "kind", "of", "spec", "with_group"),
     *("parsed", "session", "wait_all"),
     *("begin_lookup", "end_lookup", "pooled"),
-    *("step_scaled", "trained_model"),
+    *("check_groups", "step_scaled", "trained_model"),
 }
 """Methods that the package itself calls. Scripts need none of them."""
 

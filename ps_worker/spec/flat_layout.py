@@ -16,7 +16,8 @@ Invariants:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -32,6 +33,13 @@ TORCH_DTYPE: dict[DType, torch.dtype] = {dtype: getattr(torch, dtype.value) for 
 
 TABLE_DTYPE: dict[torch.dtype, DType] = {theirs: ours for ours, theirs in TORCH_DTYPE.items()}
 """The inverse of `TORCH_DTYPE`."""
+
+
+_REMEDY = (
+    "its tables have the parameters that it was given. Give further ones to add_param_group; where "
+    "they take the place of others, close() it, and make another with a name= of its own; freeze "
+    "with requires_grad_(False) what is to be trained no more"
+)
 
 
 def plain_name(name: str) -> str:
@@ -82,6 +90,35 @@ class FlatLayout:
     def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """A table's flat values (1-D, contiguous), cut into tensors that share their memory."""
         return tuple(flat[one.offset : one.end].view(one.tensor.shape) for one in self.placed)
+
+
+class KnownParameters:
+    """The parameters of groups that have tables, in order."""
+
+    def __init__(self) -> None:
+        self._by_group: list[tuple[torch.Tensor, ...]] = []
+
+    def add(self, group: Mapping[str, Any]) -> None:
+        """The group has tables."""
+        self._by_group.append(tuple(group["params"]))
+
+    def check(self, groups: Sequence[Mapping[str, Any]], name: str) -> None:
+        """Refuse groups of other parameters, which would never train; reads no tensor."""
+        for number, (group, known) in enumerate(zip(groups, self._by_group, strict=False)):
+            own = group["params"]
+            if len(own) == len(known) and all(map(operator.is_, own, known)):
+                continue
+            places = enumerate(zip(own, known, strict=False))
+            place = next((i for i, (one, other) in places if one is not other), None)
+            words = f"had {len(known)} parameters, and has {len(own)}"
+            if place is not None and len(own) == len(known):
+                words = f"has another parameter at place {place}"
+            raise InvalidConfig(f"group {number} of '{name}' {words}; {_REMEDY}")
+        if len(groups) != len(self._by_group):
+            raise InvalidConfig(
+                f"'{name}' had {len(self._by_group)} parameter groups, and has {len(groups)}; "
+                f"{_REMEDY}"
+            )
 
 
 def named_groups(

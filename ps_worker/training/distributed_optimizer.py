@@ -18,6 +18,7 @@ import contextlib
 import inspect
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, ParamSpec, TypeVar, Unpack
@@ -27,17 +28,15 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ps_core.consistency import Consistency
-from ps_core.errors import InvalidCheckpoint, InvalidConfig
-from ps_core.manifest import Imported
-from ps_core.tables.table_spec import TableSpec
+from ps_core.errors import InvalidConfig
 from ps_runtime.observe import logs
 from ps_worker.client.client import Client
 from ps_worker.client.shown_options import OF_THE_CLIENT, THE_CLIENTS, defaults_of, shows
 from ps_worker.spec.flat_layout import (
+    KnownParameters,
     Parameters,
     named_group,
     named_groups,
-    plain_name,
     table_layouts,
 )
 from ps_worker.spec.optimizers import (
@@ -57,17 +56,24 @@ from ps_worker.training.among_workers.worker_group import worker_group
 from ps_worker.training.among_workers.workers_model import WorkersModel
 from ps_worker.training.embedding import has_embeddings, owned_rows
 from ps_worker.training.interrupts import uninterrupted
-from ps_worker.training.local_optimizer import check_fragments, inner_optimizer, outer_of
+from ps_worker.training.local_optimizer import (
+    check_fragments,
+    check_shared,
+    inner_optimizer,
+    local_state,
+    outer_of,
+)
 from ps_worker.training.model_pull import known_birth, table_prefix
 from ps_worker.training.module_buffers import BufferTable, buffer_layouts
 from ps_worker.training.optimizer_state import (
     InnerStepsState,
     OptimizerState,
+    check_imported,
     checked_groups,
     fill_groups,
     numbered,
 )
-from ps_worker.training.served_state import pulled_arrays, torch_state
+from ps_worker.training.served_state import ServedState, pulled_arrays, torch_state
 from ps_worker.training.tables.awaited_parameters import AwaitedParameters
 from ps_worker.training.tables.step_scale import (
     StepScale,
@@ -82,7 +88,6 @@ from ps_worker.training.trained_rows import TrainedRows
 _Base = torch.optim.Optimizer
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_SHOWN_TENSOR_COUNT = 5
 _WITH_INNER = (Aggregate, Add, Outer)
 """Optimizers that run at the workers, too."""
 
@@ -219,6 +224,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._tables, self._buffers = self._model.tables, self._model.buffers
         self._rows = self._model.rows
         self._module = parameters if isinstance(parameters, nn.Module) else module
+        self._known, self._served_state = KnownParameters(), ServedState()
         self._hooks: dict[torch.Tensor, RemovableHandle] = {}
         self._loss: float | None = None
         self._is_made = False
@@ -291,6 +297,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         check_fragments(self._model.outer, self.param_groups, options)
         for number in range(len(self.param_groups)):
             self._tables.extend(self._tables_of_group(number))
+            self._known.add(self.param_groups[number])
         if self._module is not None and options.buffers is not None:
             self._buffers.extend(
                 BufferTable(self._client, self._module, layout, options)
@@ -298,7 +305,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if self._module is not None and imported is not None:
             of_rows = [rows.handle.table.spec for rows in self._rows]
-            _check_known(imported, options.name, self._module, of_rows)
+            check_imported(imported, options.name, self._module, of_rows)
         self._start_from_rank_zero([*self._tables, *self._buffers], self._rows)
         self._model.begin()
 
@@ -311,6 +318,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def gradient_norm(self) -> float | None:
         """The norm that the last step was clipped by."""
         return self._model.gradient_norm
+
+    @property  # type: ignore[override]
+    def state(self) -> dict[torch.Tensor, Any]:
+        """The local optimizer's state (`Aggregate`, `Add`, `Outer`). Else the servers have it, and
+        this is empty and read-only: `state_dict` asks them. Never false, because
+        `torch.distributed.checkpoint` takes a step where it is false, to have state made.
+        """
+        inner = self._model.inner
+        return self._served_state if inner is None else local_state(inner)
+
+    @state.setter
+    def state(self, state: dict[torch.Tensor, Any]) -> None:
+        if not self._is_made:  # torch's constructor sets it
+            return
+        if self._model.inner is None:
+            self._served_state.refuse("set")
+        self._model.inner.state = defaultdict(dict, state)
 
     # --- torch's own verbs
 
@@ -343,9 +367,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 round: earlier rounds count).
             InvalidConfig: another worker's hyperparameters or norm differ at this clock, or what
                 its script has changed (`Aggregate`); or a fixed switch of the table was changed; or
-                the model is also in torch's DistributedDataParallel, which reduces the gradients
-                among the workers; or it has Embeddings, and `GradScaler.unscale_` was called; or,
-                with `aggregate_within`, gradients were written before the last step had ended.
+                a group has other parameters than it was given (further ones belong into
+                `add_param_group`); or the model is also in torch's DistributedDataParallel, which
+                reduces the gradients among the workers; or it has Embeddings, and
+                `GradScaler.unscale_` was called; or, with `aggregate_within`, gradients were
+                written before the last step had ended.
             GradientChangedAfterPush: in eager mode.
             EditRefused: parameters were changed since the last step, and not alike by all workers,
                 or not under BSP, or by a joining worker. The step was not taken; the changes stay.
@@ -356,6 +382,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 graph, say); likewise after Ctrl-C. `zero_grad` waits for it too. Parameters that
                 the script changes meanwhile are an edit of the step after it.
         """
+        self.check_groups()
         if not self._has_stepped:  # frameworks wrap the model when they have the optimizer
             check_reduces_alone(self.param_groups, self._client.world_size)
             self._has_stepped = True
@@ -382,6 +409,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def trained_model(self) -> TrainedModel:
         """All that it trains on the servers."""
         return self._model
+
+    def check_groups(self) -> None:
+        """Refuse parameters without a table."""
+        name = self._model.options.name
+        if self._model.inner is not None:
+            check_shared(self.param_groups, self._model.inner.param_groups, name)
+        self._known.check(self.param_groups, name)
 
     def step_scaled(self, scale: StepScale, meanwhile: Callable[[], object] | None = None) -> None:
         """As `step`, from a save point and with this scale; calls `meanwhile` before it waits."""
@@ -440,6 +474,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except BaseException:
             self.param_groups.pop()  # a group without tables would never train
             raise
+        self._known.add(self.param_groups[-1])
         self._tables.extend(tables)
         for table in tables:
             table.handle.steps.initial_values = None
@@ -470,11 +505,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         arrays = pulled_arrays(self._client, awake) if loaded is None else loaded.arrays
         entries = torch_state(arrays, self.param_groups)
         self._model.gave_state(entries, self.param_groups)
-        self.state.update(entries)
-        try:
+        with self._served_state.holding(entries):
             found = _plain(_Base.state_dict)(self)
-        finally:
-            self.state.clear()
         fill_groups(found["param_groups"], self._optimizer)
         return found
 
@@ -612,7 +644,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _share(self, inner: torch.optim.Optimizer) -> None:
         self.param_groups = inner.param_groups
         self.defaults = inner.defaults
-        self.state = inner.state
 
     @contextlib.contextmanager
     def _taken_name(self) -> Iterator[None]:
@@ -764,27 +795,3 @@ def _row_gradient_came(reference: weakref.ref[DistributedOptimizer]) -> None:
     optimizer = reference()
     if optimizer is not None and not optimizer._client.is_closed:
         optimizer._model.gradient_came()
-
-
-def _check_known(
-    imported: Imported, name: str, module: nn.Module, of_rows: Iterable[TableSpec]
-) -> None:
-    """Refuse an import with tensors that the model does not have; `name` is the optimizer's. Tied
-    parameters count under each of their names, as in `module.state_dict()`; parameters of the
-    module that another optimizer trains count as well.
-    """
-    if not imported.is_for(f"{name}/"):
-        return
-    known = [plain_name(key) for key in module.state_dict()]
-    for spec in of_rows:
-        if imported.is_for(spec.name):
-            known += filter(None, imported.rows_of(spec))
-    unknown = list(imported.unknown(known))
-    if unknown:
-        shown = ", ".join(f"'{tensor}'" for tensor in unknown[:_SHOWN_TENSOR_COUNT])
-        other_count = len(unknown) - _SHOWN_TENSOR_COUNT
-        more = f" and {other_count} others" if other_count > 0 else ""
-        raise InvalidCheckpoint(
-            f"{imported.url} has {shown}{more}, which model '{name}' does not have; expected the "
-            "state dict of this model, or one that was imported with --prefix for another"
-        )

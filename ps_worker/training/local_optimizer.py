@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -64,6 +65,18 @@ def inner_optimizer(
             "uses one gradient a step"
         )
     return inner
+
+
+def check_shared(
+    groups: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], name: str
+) -> None:
+    """Refuse `param_groups` that are not those of the torch optimizer which takes the steps."""
+    if len(own) != len(groups) or any(map(operator.is_not, own, groups)):
+        raise InvalidConfig(
+            f"the param_groups of '{name}' are other groups than those of the torch optimizer "
+            "that takes its steps: one of them was set, or loaded without the other. Change the "
+            "groups in place, and load by load_state_dict of the optimizer that has both"
+        )
 
 
 def check_fragments(
@@ -180,6 +193,22 @@ class OuterSteps:
         """Merge values that have come."""
         for table in self._tables:
             table.moves.merge()
+
+
+class _LocalState(defaultdict[torch.Tensor, Any]):
+    """A local optimizer's state, which is true before the first step, too."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def local_state(inner: torch.optim.Optimizer) -> dict[torch.Tensor, Any]:
+    """The state of a local optimizer, which is its own from now on in a form that is never false:
+    torch.distributed.checkpoint would call `step` to have a false one made.
+    """
+    if type(inner.state) is defaultdict:
+        inner.state = _LocalState(inner.state.default_factory, inner.state)
+    return inner.state
 
 
 class StateBefore:

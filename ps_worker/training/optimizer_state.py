@@ -19,7 +19,10 @@ import torch
 from torch import nn
 
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
+from ps_core.manifest import Imported
+from ps_core.tables.table_spec import TableSpec
 from ps_runtime.observe import logs
+from ps_worker.spec.flat_layout import plain_name
 from ps_worker.spec.optimizers import ServerOptimizer
 from ps_worker.training.module_buffers import check_shape, persistent_buffers, write_values
 from ps_worker.training.tables.trained_table import TrainedTable
@@ -30,6 +33,8 @@ _DECOUPLED = "decoupled_weight_decay"
 """The key by which torch tells Adam and AdamW apart."""
 
 _ADAMS = {"Adam": False, "AdamW": True}
+
+_SHOWN_TENSOR_COUNT = 5
 
 
 def fill_groups(groups: Sequence[dict[str, Any]], optimizer: ServerOptimizer) -> None:
@@ -244,3 +249,27 @@ class InnerStepsState:
 
     def _buffers(self) -> Iterable[tuple[str, torch.Tensor]]:
         return () if self._module is None else persistent_buffers(self._module)
+
+
+def check_imported(
+    imported: Imported, name: str, module: nn.Module, of_rows: Iterable[TableSpec]
+) -> None:
+    """Refuse an import with tensors that the model does not have; `name` is the optimizer's. Tied
+    parameters count under each of their names, as in `module.state_dict()`; parameters of the
+    module that another optimizer trains count as well.
+    """
+    if not imported.is_for(f"{name}/"):
+        return
+    known = [plain_name(key) for key in module.state_dict()]
+    for spec in of_rows:
+        if imported.is_for(spec.name):
+            known += filter(None, imported.rows_of(spec))
+    unknown = list(imported.unknown(known))
+    if unknown:
+        shown = ", ".join(f"'{tensor}'" for tensor in unknown[:_SHOWN_TENSOR_COUNT])
+        other_count = len(unknown) - _SHOWN_TENSOR_COUNT
+        more = f" and {other_count} others" if other_count > 0 else ""
+        raise InvalidCheckpoint(
+            f"{imported.url} has {shown}{more}, which model '{name}' does not have; expected the "
+            "state dict of this model, or one that was imported with --prefix for another"
+        )

@@ -10,9 +10,11 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partialmethod
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 
@@ -73,6 +75,42 @@ def is_same(arrays: Mapping[TrainedTable, Arrays], others: Mapping[TrainedTable,
         for table, own in arrays.items()
         for name, values in own.items()
     )
+
+
+class ServedState(dict[torch.Tensor, Any]):
+    """The `state` of an optimizer whose state the servers have: empty, and read-only. It is true,
+    because torch.distributed.checkpoint calls `step` where it is false, to have state made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def __bool__(self) -> bool:
+        return True
+
+    @contextlib.contextmanager
+    def holding(self, entries: Mapping[torch.Tensor, Any]) -> Iterator[None]:
+        """Has these entries in the block, for torch's `state_dict`."""
+        super().update(entries)
+        try:
+            yield
+        finally:
+            super().clear()
+
+    def refuse(self, what: str, *_: object, **__: object) -> NoReturn:
+        """InvalidConfig, with what does the same."""
+        raise InvalidConfig(
+            f"optimizer.state was {what}, and the servers have it; expected state_dict(), which "
+            "reads it, and load_state_dict(), which writes it. To begin anew, all workers call "
+            "load_state_dict({'state': {}, 'param_groups': "
+            "optimizer.state_dict()['param_groups']})"
+        )
+
+    __missing__ = partialmethod(refuse, "read or written by parameter")
+    __setitem__ = partialmethod(refuse, "written")
+    __delitem__ = pop = popitem = partialmethod(refuse, "taken away in part")
+    clear = partialmethod(refuse, "cleared")
+    setdefault = update = __ior__ = partialmethod(refuse, "written")
 
 
 # --- from the servers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from functools import partial
 from typing import Any
 
@@ -202,3 +204,58 @@ def tensor_rates(kit: Kit) -> Any:
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(0.05)
     return losses, fit(model, optimizer, 2), model
+
+
+@idiom("optimizer state is thrown away", refused=r"To begin anew, .* load_state_dict")
+def state_thrown_away(kit: Kit) -> Any:
+    model = perceptron()
+    optimizer = kit.optimizer(model, "Adam", lr=0.01)
+    losses = fit(model, optimizer, 2)
+    optimizer.state = defaultdict(dict)
+    return losses, fit(model, optimizer, 2), model
+
+
+@idiom("optimizer state begins anew by load_state_dict")
+def state_begins_anew(kit: Kit) -> Any:
+    model = perceptron()
+    optimizer = kit.optimizer(model, "Adam", lr=0.01)
+    losses = fit(model, optimizer, 2)
+    optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
+    return losses, fit(model, optimizer, 2), model
+
+
+@idiom("the state of a local optimizer is thrown away")
+def local_state_thrown_away(kit: Kit) -> Any:
+    model = perceptron()
+    optimizer = kit.local(model, ps.Aggregate, torch.optim.Adam, lr=0.01)
+    losses = fit(model, optimizer, 2)
+    optimizer.state = defaultdict(dict)
+    losses += fit(model, optimizer, 2)
+    optimizer.state.clear()
+    return losses, fit(model, optimizer, 2), model
+
+
+@idiom("state by names, as torch.distributed.checkpoint has it")
+def state_by_names(kit: Kit) -> Any:
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    model: Any = perceptron(3)
+    first: Any = kit.optimizer(model[0], "Adam", lr=0.01)
+    second = kit.local(model[2], ps.Aggregate, torch.optim.SGD, lr=0.1, momentum=0.9)
+    if kit.client is not None:  # torch takes a step to make state
+        for optimizer, part in ((first, model[0]), (second, model[2])):
+            assert get_optimizer_state_dict(part, optimizer)["state"] == {}
+            assert optimizer.clock == 0
+    for batch in batches(2):
+        first.zero_grad()
+        second.zero_grad()
+        loss_of(model, batch).backward()
+        first.step()
+        second.step()
+    saved = copy.deepcopy(get_optimizer_state_dict(model[0], first))  # torch gives its own tensors
+    losses = fit(model[0], first, 2)
+    set_optimizer_state_dict(model[0], first, copy.deepcopy(saved))
+    return losses, fit(model[0], first, 2), saved["state"], model

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import ps_worker as ps
 from tests.idioms.kit import IDIOMS, Idiom, Kit, batches, fit, idiom, loss_of, perceptron
 
 
@@ -326,6 +327,27 @@ def replaced_parameter(kit: Kit) -> Any:
     optimizer = kit.optimizer(model, lr=0.1)
     fit(model, optimizer, 1)
     model[0].weight = nn.Parameter(torch.zeros(20, 12))
+    return fit(model, optimizer, 2), model
+
+
+@idiom(
+    "a parameter takes the place of another in its group", refused="close.* another with a name="
+)
+def replaced_in_group(kit: Kit) -> Any:
+    model = perceptron()
+    optimizer = kit.optimizer(model, lr=0.1)
+    fit(model, optimizer, 1)
+    grown = nn.Parameter(torch.zeros(20, 12))
+    optimizer.param_groups[0]["params"][0] = model[0].weight = grown
+    return fit(model, optimizer, 2), model
+
+
+@idiom("parameters are appended to a group", refused="Give further ones to add_param_group")
+def appended_to_group(kit: Kit) -> Any:
+    model = perceptron()
+    optimizer = kit.local(model[0], ps.Add, torch.optim.SGD, lr=0.1)
+    fit(model, optimizer, 1)
+    optimizer.param_groups[0]["params"].extend(model[2].parameters())
     return fit(model, optimizer, 2), model
 
 

@@ -357,3 +357,20 @@ def refuse(client: ps.Client) -> list[str]:
         lambda: make(model, local_optimizer(other_order)),
     ]
     return [refused(call) for call in calls]
+
+
+def change_groups(client: ps.Client) -> list[str]:
+    """What a step says of groups that the script has changed since."""
+    model = rated(client, "changed/users")
+    local = local_optimizer(model.parameters())
+    optimizer = ps.HybridOptimizer(client, model, local, name="changed")
+    given = local.param_groups[0]["params"]
+    local.param_groups[0]["params"] = [nn.Parameter(torch.zeros_like(given[0])), *given[1:]]
+    said = [refused(optimizer.step)]
+    local.param_groups[0]["params"] = given
+    optimizer.param_groups.append({"params": [nn.Parameter(torch.zeros(2))], "lr": 0.1})
+    said.append(refused(optimizer.step))
+    optimizer.param_groups.pop()
+    local.load_state_dict(local.state_dict())  # without the other half
+    said.append(refused(optimizer.step))
+    return [*said, "shared" if optimizer.param_groups[0] is local.param_groups[0] else "stale"]

@@ -181,6 +181,13 @@ def test_what_is_wrong_is_refused(workers: Workers) -> None:
         )
 
 
+def test_groups_that_a_script_has_changed_are_refused(workers: Workers) -> None:
+    for other, further, loaded, groups in workers.run(jobs.change_groups):
+        assert "group 0 of 'HybridOptimizer' has another parameter at place 0" in other
+        assert "the param_groups of 'HybridOptimizer' are other groups than those" in further
+        assert (loaded, groups) == ("", "shared")
+
+
 def test_the_setting_of_outer_steps_is_refused() -> None:
     model = nn.Linear(2, 2)
     with (

@@ -16,7 +16,9 @@ from ps_worker.spec.optimizers import ServerOptimizer
 from ps_worker.training.local_optimizer import (
     SettingsByClock,
     StateBefore,
+    check_shared,
     inner_optimizer,
+    local_state,
     outer_of,
 )
 from tests.unit.saving_worker import A, Worker
@@ -124,3 +126,31 @@ def test_a_setting_holds_until_the_change_takes_effect() -> None:
         )
     by_clock = ["bsp"] * 3 + ["asp"] + ["ssp:1"] * 5 + ["bsp"] * 4
     assert found == [[by_clock[n + 1], by_clock[n]] for n in range(12)]
+
+
+def test_the_state_of_a_local_optimizer_is_its_own_and_never_false() -> None:
+    """torch.distributed.checkpoint takes a step where it is false, to have some made."""
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(3))], lr=0.1)
+    assert not optimizer.state
+    for _ in range(2):
+        assert local_state(optimizer)
+        stepped(optimizer, 1.0)
+    assert local_state(optimizer) is optimizer.state
+    (entry,) = local_state(optimizer).values()
+    assert float(entry["step"]) == 2
+    other = torch.optim.Adam([nn.Parameter(torch.zeros(3))], lr=0.1)
+    other.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+    assert (len(local_state(optimizer)), len(local_state(other))) == (0, 1)
+    assert local_state(optimizer)
+    stepped(optimizer, 1.0)
+    assert len(optimizer.state) == 1
+
+
+def test_groups_that_no_step_is_taken_with_are_refused() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
+    groups = optimizer.param_groups
+    check_shared([*groups], groups, "model")
+    for other in ([], [{**groups[0]}], [*groups, {"params": []}]):
+        with pytest.raises(InvalidConfig, match="of 'model' are other groups than those of the"):
+            check_shared(other, groups, "model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.tables.optimizers import MAX_LOADED_STEP_COUNT, STEP_ARRAY
 from ps_worker.spec.optimizers import SGD, Adagrad, Adam, AdamW, RMSprop, ServerOptimizer
-from ps_worker.training.served_state import arrays_of, is_same, torch_state
+from ps_worker.training.served_state import ServedState, arrays_of, is_same, torch_state
 from ps_worker.training.tables.trained_table import TrainedTable
 from tests.unit.table_client import parameter, trained_tables
 
@@ -184,3 +185,40 @@ def test_state_is_the_same_if_its_bits_are_and_what_is_missing_is_zeros() -> Non
     assert not is_same(arrays, others), "they are no zeros"
     arrays[table]["exp_avg"].zero_()
     assert is_same(arrays, others)
+
+
+# --- what a script finds in `optimizer.state`
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda state: state[parameter(2)],
+        lambda state: operator.setitem(state, parameter(2), {}),
+        lambda state: operator.delitem(state, parameter(2)),
+        lambda state: state.clear(),
+        lambda state: state.pop(parameter(2), None),
+        lambda state: state.popitem(),
+        lambda state: state.setdefault(parameter(2), {}),
+        lambda state: state.update({}),
+        lambda state: state.__ior__({}),
+    ],
+)
+def test_the_state_of_the_servers_is_neither_read_nor_written_by_parameter(touch: Any) -> None:
+    with pytest.raises(InvalidConfig, match=r"expected state_dict\(\).* To begin anew, .*'state'"):
+        touch(ServedState())
+
+
+def test_it_is_empty_for_who_asks_and_not_for_who_would_have_it_made() -> None:
+    """Lightning goes through it; torch.distributed.checkpoint takes a step where it is false."""
+    state = ServedState()
+    assert isinstance(state, dict)
+    assert state
+    assert len(state) == 0
+    assert [*state.items()] == []
+    assert parameter(2) not in state
+    assert state.get(parameter(2)) is None
+    key = parameter(2)
+    with state.holding({key: {"step": 3}}):
+        assert [*state] == [key]
+    assert len(state) == 0

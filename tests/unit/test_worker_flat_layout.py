@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -10,7 +11,13 @@ from torch import nn
 
 from ps_core.errors import InvalidConfig
 from ps_core.tables.elements import DType
-from ps_worker.spec.flat_layout import FlatLayout, named_group, named_groups, table_layouts
+from ps_worker.spec.flat_layout import (
+    FlatLayout,
+    KnownParameters,
+    named_group,
+    named_groups,
+    table_layouts,
+)
 
 
 def layouts(parameters: Any, module: nn.Module | None = None) -> list[FlatLayout]:
@@ -96,3 +103,62 @@ def test_later_groups_count_their_parameters_on() -> None:
 def test_what_is_no_parameter_is_refused(parameters: Any, message: str) -> None:
     with pytest.raises(InvalidConfig, match=message):
         layouts(parameters)
+
+
+# --- groups that a script has changed
+
+
+def known(groups: list[dict[str, Any]]) -> KnownParameters:
+    found = KnownParameters()
+    for group in groups:
+        found.add(group)
+    return found
+
+
+def two_groups() -> list[dict[str, Any]]:
+    first, second = nn.Linear(3, 2), nn.Parameter(torch.zeros(2))
+    given: list[dict[str, Any]] = [{"params": first.parameters()}, {"params": [second]}]
+    return named_groups(given)
+
+
+def test_groups_of_the_same_parameters_are_known_whatever_their_hyperparameters() -> None:
+    groups = two_groups()
+    found = known(groups)
+    groups[0]["lr"] = 0.5
+    groups[1] = {**groups[1], "params": [*groups[1]["params"]]}  # as load_state_dict leaves it
+    found.check(groups, "model")
+    groups.append({"params": []})
+    found.add(groups[-1])
+    found.check(groups, "model")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda g: operator.setitem(g[0]["params"], 1, nn.Parameter(torch.zeros(2))),
+            "group 0 of 'model' has another parameter at place 1; its tables",
+        ),
+        (lambda g: g[0]["params"].reverse(), "group 0 of 'model' has another parameter at place 0"),
+        (
+            lambda g: g[1]["params"].append(nn.Parameter(torch.zeros(2))),
+            "group 1 of 'model' had 1 parameters, and has 2; .* add_param_group",
+        ),
+        (
+            lambda g: g[0]["params"].pop(0),
+            r"group 0 of 'model' had 2 parameters, and has 1; .* requires_grad_\(False\)",
+        ),
+        (lambda g: g[1].update(params=[]), "group 1 of 'model' had 1 parameters, and has 0"),
+        (lambda g: g.pop(), "'model' had 2 parameter groups, and has 1; its tables"),
+        (
+            lambda g: g.append({"params": [nn.Parameter(torch.zeros(2))]}),
+            "'model' had 2 parameter groups, and has 3; .* close.* name=",
+        ),
+    ],
+)
+def test_parameters_without_a_table_are_refused(change: Any, words: str) -> None:
+    groups = two_groups()
+    found = known(groups)
+    change(groups)
+    with pytest.raises(InvalidConfig, match=words):
+        found.check(groups, "model")

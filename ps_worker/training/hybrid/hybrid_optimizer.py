@@ -26,6 +26,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from torch import distributed, nn
 
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, WaitExpired, listed
 from ps_worker.client.client import Client
-from ps_worker.spec.flat_layout import plain_name
+from ps_worker.spec.flat_layout import KnownParameters, plain_name
 from ps_worker.spec.optimizers import SGD, Outer, ServerOptimizer
 from ps_worker.spec.training_options import OptimizerOptions
 from ps_worker.steps.steps import StepResult
@@ -57,6 +58,7 @@ from ps_worker.training.embedding import has_embeddings
 from ps_worker.training.hybrid.imported_half import take_imported
 from ps_worker.training.hybrid.workers_half import WorkersHalf
 from ps_worker.training.interrupts import uninterrupted
+from ps_worker.training.local_optimizer import check_shared, local_state
 from ps_worker.training.module_buffers import persistent_buffers
 from ps_worker.training.tables.inspection import is_finite
 from ps_worker.training.tables.step_scale import StepScale, amp_scale_of, forgets_scale
@@ -146,6 +148,9 @@ class HybridOptimizer(torch.optim.Optimizer):
             self._peers.end_waits_of_torch()
         self._open: _OpenStep | None = None
         self.servers.trained_model.is_reducing = self._is_reducing
+        self._known = KnownParameters()
+        for group in optimizer.param_groups:
+            self._known.add(group)
         self._is_made = False
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
         self._share()
@@ -256,7 +261,15 @@ class HybridOptimizer(torch.optim.Optimizer):
         """Have the groups of both halves, for schedules."""
         served = [group for group in self.servers.param_groups if group["params"]]
         self.param_groups = [*self._local.param_groups, *served]
-        self.state = self._local.state
+        self._shared = (*self.param_groups,)
+
+    def _check_groups(self) -> None:
+        """As `DistributedOptimizer.check_groups`, of both halves."""
+        self.servers.check_groups()
+        name = "HybridOptimizer"
+        check_shared(self.param_groups, self._shared, name)
+        self._share()  # the script may have loaded `optimizer` alone
+        self._known.check(self._local.param_groups, name)
 
     def _begin_alike(self, own: list[torch.Tensor]) -> None:
         if self._client.world_size == 1:
@@ -269,6 +282,16 @@ class HybridOptimizer(torch.optim.Optimizer):
     def clock(self) -> int:
         """The steps of this worker, and those of a checkpoint that it goes on from."""
         return self.servers.clock
+
+    @property  # type: ignore[override]
+    def state(self) -> dict[torch.Tensor, Any]:
+        """That of `optimizer`, of the parameters that the workers keep."""
+        return local_state(self._local)
+
+    @state.setter
+    def state(self, state: dict[torch.Tensor, Any]) -> None:
+        if self._is_made:  # torch's constructor sets it
+            self._local.state = defaultdict(dict, state)
 
     @property
     def results(self) -> tuple[StepResult, ...]:
@@ -306,6 +329,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         if self.servers.trained_model.is_repeated:
             self.servers.step()
             return None
+        self._check_groups()
         self.servers.trained_model.end_step()
         self._client.checkpoints.save_points.reach(is_explicit=False)
         loss = None
