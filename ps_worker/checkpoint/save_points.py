@@ -79,6 +79,13 @@ class TakesOver(Protocol):
     def take_over(self, state_dict: Any, /) -> Any: ...
 
 
+@runtime_checkable
+class GoesOnWith(Protocol):
+    """A state that takes up its own once more when another of its worker has been loaded."""
+
+    def goes_on_with(self, state: object, /) -> Any: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Before:
     """The names of a worker's states and of all tables in the checkpoint that its cluster began
@@ -178,6 +185,16 @@ class SavePoints:
                     f"another state is attached as '{name}'; give each its own name"
                 )
             self._attached[name] = state
+
+    def load(self, name: str, found: Any) -> None:
+        """Load what a checkpoint has of an attached state, and tell the others."""
+        with self._changed:
+            attached = dict(self._attached)
+        state = attached[name]
+        state.load_state_dict(found)
+        for other in attached.values():
+            if other is not state and isinstance(other, GoesOnWith):
+                other.goes_on_with(state)
 
     def loaded(self, name: str) -> None:
         """An attached state has what the checkpoint had of it that the cluster began from."""

@@ -236,6 +236,9 @@ class ClientCheckpoints:
         `load_state_dict`. A `DistributedOptimizer` attaches itself.
 
         In a cluster that was started from a checkpoint, the state of this name is loaded at once.
+        If it is a schedule of a `DistributedOptimizer` or a `HybridOptimizer`, or has one in its
+        attributes, that optimizer has the checkpoint's hyperparameters again, which the schedule's
+        constructor has changed: set others after this call.
         Its values may be None, bools, numbers, strings, bytes, lists, tuples, sets, dicts, torch
         tensors and numpy arrays: nothing is pickled.
 
@@ -262,7 +265,7 @@ class ClientCheckpoints:
         self.save_points.attach(name, state)
         found = self.restored_state(name)
         if found is not None:
-            state.load_state_dict(found)
+            self.save_points.load(name, found)
             self.save_points.loaded(name)
         elif self._restored_states() is not None and not self.imported:
             logs.warning("state_not_in_checkpoint", name=name, url=self.restored_from)
@@ -275,7 +278,7 @@ class ClientCheckpoints:
         self.save_points.attach(name, state)
         found, own = self.saved_for(ranks, name), self._engine.session.rank
         if own in found:
-            state.load_state_dict(found.pop(own))
+            self.save_points.load(name, found.pop(own))
         saved = {rank: each for rank, each in found.items() if each}
         restored = self._restored_states()
         if isinstance(state, TakesOver):

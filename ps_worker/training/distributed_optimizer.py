@@ -411,11 +411,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._model
 
     def check_groups(self) -> None:
-        """Refuse parameters without a table."""
+        """Refuse parameters without a table; warn of other hyperparameters than a checkpoint's."""
         name = self._model.options.name
         if self._model.inner is not None:
             check_shared(self.param_groups, self._model.inner.param_groups, name)
         self._known.check(self.param_groups, name)
+        self._own_state.check(name)
 
     def step_scaled(self, scale: StepScale, meanwhile: Callable[[], object] | None = None) -> None:
         """As `step`, from a save point and with this scale; calls `meanwhile` before it waits."""
@@ -526,8 +527,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         inner = self._model.inner
         if inner is not None:
+            before = self.param_groups
             inner.load_state_dict(state_dict)
             self._share(inner)
+            self._own_state.groups_loaded(before)
             return
         self._check_has_layout()
         self._model.end_step()
@@ -540,7 +543,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._model.hyperparameters(table, groups)
         state = numbered(state_dict.get("state", {}), state_dict["param_groups"])
         self._model.load(state, groups)
-        self.param_groups = groups
+        before, self.param_groups = self.param_groups, groups
+        self._own_state.groups_loaded(before)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

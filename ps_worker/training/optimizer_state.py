@@ -34,6 +34,9 @@ _DECOUPLED = "decoupled_weight_decay"
 
 _ADAMS = {"Adam": False, "AdamW": True}
 
+_SEARCHED_COUNT = 1000
+"""Longer lists hold no optimizers: data, say."""
+
 _SHOWN_TENSOR_COUNT = 5
 
 
@@ -114,6 +117,97 @@ def numbered(
     return found
 
 
+class RestoredHyperparameters:
+    """The hyperparameters that a checkpoint has of an optimizer's groups.
+
+    A schedule's constructor writes those that it begins with into the groups. They are put back
+    when the schedule's own state is loaded, because torch's schedules do not write them then.
+    """
+
+    def __init__(self) -> None:
+        self._saved: Sequence[Mapping[str, Any]] = ()
+        self._is_checked = False
+
+    def keep(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """These are the checkpoint's."""
+        self._saved = [_without_parameters(group) for group in groups]
+
+    def put_back(self, groups: Sequence[dict[str, Any]], state: object) -> None:
+        """Write them into the groups, if `state` has an optimizer of these groups."""
+        if self._saved and has_optimizer_of(state, groups):
+            for group, saved in zip(groups, self._saved, strict=False):
+                group.update(copy.deepcopy(dict(saved)))
+
+    def groups_loaded(
+        self, before: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """The script has loaded groups. If they differ from those before, they are its own wish;
+        else it gave back what it was given, as Accelerate does with every optimizer.
+        """
+        for one, other, saved in zip(before, groups, self._saved, strict=False):
+            if any(not _is_equal(one.get(key), other.get(key)) for key in saved):
+                self._saved = ()
+                return
+
+    def check(self, groups: Sequence[Mapping[str, Any]], name: str) -> None:
+        """Log a warning, at the first call, of what is not as the checkpoint has it."""
+        if self._is_checked:
+            return
+        self._is_checked = True
+        pairs = enumerate(zip(groups, self._saved, strict=False))
+        others = {number: _differing(*pair) for number, pair in pairs if _differing(*pair)}
+        if others:
+            number, keys = next(iter(others.items()))
+            logs.warning(
+                "hyperparameters_not_of_checkpoint",
+                optimizer=name,
+                groups=len(others),
+                first=number,
+                now=_words(groups[number], keys),
+                checkpoint=_words(self._saved[number], keys),
+                remedy="attach_state of a schedule, after it is made; none if meant so",
+            )
+
+
+def has_optimizer_of(state: object, groups: Iterable[Mapping[str, Any]]) -> bool:
+    """True if `state` is an optimizer with one of these groups, or has one in its attributes, or in
+    those of states, lists, tuples and dicts there.
+    """
+    wanted = {id(group) for group in groups}
+    seen: set[int] = set()
+    found: list[Any] = [state]
+    while found:
+        each = found.pop()
+        if id(each) in seen or isinstance(each, nn.Module | torch.Tensor):
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.optim.Optimizer):
+            if not wanted.isdisjoint(map(id, each.param_groups)):
+                return True
+        elif isinstance(each, list | tuple | dict):
+            if len(each) <= _SEARCHED_COUNT:
+                found += each.values() if isinstance(each, dict) else each
+        elif each is state or hasattr(type(each), "load_state_dict"):
+            found += getattr(each, "__dict__", {}).values()
+    return False
+
+
+def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return copy.deepcopy({key: value for key, value in group.items() if key not in _OWN_KEYS})
+
+
+def _is_equal(one: object, other: object) -> bool:
+    return bool(torch.as_tensor(one == other).all())
+
+
+def _differing(group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    return [key for key in saved if not _is_equal(group.get(key), saved[key])]
+
+
+def _words(group: Mapping[str, Any], keys: Iterable[str]) -> str:
+    return ", ".join(f"{key} {group.get(key)}" for key in keys)
+
+
 class _Optimizer(Protocol):
     """A `DistributedOptimizer`, which imports this module."""
 
@@ -131,6 +225,7 @@ class OptimizerState:
     def __init__(self, optimizer: _Optimizer, keeps_parameters: bool) -> None:
         self._optimizer = optimizer
         self._keeps_parameters = keeps_parameters
+        self._restored = RestoredHyperparameters()
         self._later: Mapping[str, Any] | None = None  # it has groups that are not there yet
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,9 +249,22 @@ class OptimizerState:
                 f"the checkpoint has {saved_count} parameter groups; this optimizer {count}"
             )
         self._take(state, 0)
+        self._restored.keep(state["numbers"])
         if saved_count > count:
             self._later = state
             logs.warning("parameter_groups_missing", checkpoint=saved_count, optimizer=count)
+
+    def goes_on_with(self, state: object) -> None:
+        """Take the hyperparameters once more, which a schedule's constructor has changed."""
+        self._restored.put_back(self._optimizer.param_groups, state)
+
+    def groups_loaded(self, before: Sequence[Mapping[str, Any]]) -> None:
+        """As `RestoredHyperparameters.groups_loaded`."""
+        self._restored.groups_loaded(before, self._optimizer.param_groups)
+
+    def check(self, name: str) -> None:
+        """As `RestoredHyperparameters.check`."""
+        self._restored.check(self._optimizer.param_groups, name)
 
     def group_added(self) -> None:
         """Load the last group, which is new, if the checkpoint has it."""

@@ -12,38 +12,11 @@ from torch import nn
 from torch.optim import lr_scheduler as rates
 from torch.optim import swa_utils
 
+from tests.unit.torch_schedules import SCHEDULERS
 from tests.unit.worker_files import from_file, to_file
 
 Optimizer = torch.optim.Optimizer
-BuildScheduler = Callable[[Optimizer], Any]
 
-
-def half(_step: int) -> float:
-    return 0.5
-
-
-SCHEDULERS: dict[str, BuildScheduler] = {
-    "LambdaLR": lambda o: rates.LambdaLR(o, lambda step: 0.9**step),
-    "MultiplicativeLR": lambda o: rates.MultiplicativeLR(o, half),
-    "StepLR": lambda o: rates.StepLR(o, 3),
-    "MultiStepLR": lambda o: rates.MultiStepLR(o, [2, 6, 6, 9]),
-    "ConstantLR": lambda o: rates.ConstantLR(o, total_iters=7),
-    "LinearLR": lambda o: rates.LinearLR(o, total_iters=8),
-    "ExponentialLR": lambda o: rates.ExponentialLR(o, 0.9),
-    "PolynomialLR": lambda o: rates.PolynomialLR(o, 9, 2.0),
-    "CosineAnnealingLR": lambda o: rates.CosineAnnealingLR(o, 7),
-    "CosineAnnealingWarmRestarts": lambda o: rates.CosineAnnealingWarmRestarts(o, 3, 2),
-    "CyclicLR": lambda o: rates.CyclicLR(o, 0.01, 0.1, 4, mode="exp_range", gamma=0.9),
-    "OneCycleLR": lambda o: rates.OneCycleLR(o, 0.1, total_steps=20),
-    "ReduceLROnPlateau": lambda o: rates.ReduceLROnPlateau(o, patience=1, cooldown=1),
-    "SequentialLR": lambda o: rates.SequentialLR(
-        o, [rates.LinearLR(o, total_iters=4), rates.MultiStepLR(o, [3, 5])], [6]
-    ),
-    "ChainedScheduler": lambda o: rates.ChainedScheduler(
-        [rates.ExponentialLR(o, 0.9), rates.StepLR(o, 4)], o
-    ),
-    "SWALR": lambda o: swa_utils.SWALR(o, 0.05, 6),
-}
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True),

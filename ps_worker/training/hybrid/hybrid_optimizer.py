@@ -164,7 +164,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         """
         client, key = self._client, f"hybrid/{name}"
         client.checkpoints.save_points.keep_in_step()
-        half = WorkersHalf(
+        half = self._half = WorkersHalf(
             client, self._module, self._local, self._served, lambda: self.clock, self._share
         )
         client.attach_state(key, half)
@@ -270,6 +270,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         check_shared(self.param_groups, self._shared, name)
         self._share()  # the script may have loaded `optimizer` alone
         self._known.check(self._local.param_groups, name)
+        self._half.restored.check(self._local.param_groups, name)
 
     def _begin_alike(self, own: list[torch.Tensor]) -> None:
         if self._client.world_size == 1:
@@ -505,7 +506,9 @@ class HybridOptimizer(torch.optim.Optimizer):
             raise InvalidConfig("expected the state_dict of a HybridOptimizer")
         self._end_open()
         self.servers.load_state_dict(state_dict["servers"])
+        before = self._local.param_groups
         self._local.load_state_dict(state_dict["workers"])
+        self._half.restored.groups_loaded(before, self._local.param_groups)
         self._share()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -8,7 +8,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ps_worker.client.client import Client
 from ps_worker.spec.flat_layout import plain_name
 from ps_worker.training.among_workers.gradient_reduction import is_sharded, own_part
 from ps_worker.training.module_buffers import persistent_buffers
+from ps_worker.training.optimizer_state import RestoredHyperparameters
 
 _SHOWN_COUNT = 5
 
@@ -31,6 +32,7 @@ class WorkersHalf:
         served: parameters of the module that are not the workers'.
         clock: the steps of the servers' half.
         on_load: called when the optimizer has other groups.
+        restored: the hyperparameters that the checkpoint has.
     """
 
     client: Client
@@ -39,6 +41,7 @@ class WorkersHalf:
     served: Iterable[nn.Parameter]
     clock: Callable[[], int]
     on_load: Callable[[], None]
+    restored: RestoredHyperparameters = field(default_factory=RestoredHyperparameters)
 
     def whole(self) -> dict[str, torch.Tensor]:
         """The tensors by name, sharded ones as such."""
@@ -87,7 +90,12 @@ class WorkersHalf:
         for name, tensor in own.items():
             tensor.copy_(saved[name])
         self.optimizer.load_state_dict(_placed(state["optimizer"], self.optimizer))
+        self.restored.keep(state["optimizer"]["param_groups"])
         self.on_load()
+
+    def goes_on_with(self, state: object) -> None:
+        """Take the hyperparameters once more, which a schedule's constructor has changed."""
+        self.restored.put_back(self.optimizer.param_groups, state)
 
     def _check(self, state: Mapping[str, Any]) -> None:
         own, saved, where = self._tensors(), state["tensors"], self.client.restored_from
