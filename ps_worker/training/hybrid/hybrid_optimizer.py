@@ -286,7 +286,7 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> dict[torch.Tensor, Any]:
-        """That of `optimizer`, of the parameters that the workers keep."""
+        """The state of `optimizer`, of the parameters that the workers keep."""
         return local_state(self._local)
 
     @state.setter
