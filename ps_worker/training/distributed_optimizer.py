@@ -367,11 +367,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 round: earlier rounds count).
             InvalidConfig: another worker's hyperparameters or norm differ at this clock, or what
                 its script has changed (`Aggregate`); or a fixed switch of the table was changed; or
-                a group has other parameters than it was given (further ones belong into
-                `add_param_group`); or the model is also in torch's DistributedDataParallel, which
-                reduces the gradients among the workers; or it has Embeddings, and
-                `GradScaler.unscale_` was called; or, with `aggregate_within`, gradients were
-                written before the last step had ended.
+                a group has other parameters than it was given; or the model is also in torch's
+                DistributedDataParallel, which reduces the gradients among the workers; or it has
+                Embeddings, and `GradScaler.unscale_` was called; or, with `aggregate_within`,
+                gradients were written before the last step had ended.
             GradientChangedAfterPush: in eager mode.
             EditRefused: parameters were changed since the last step, and not alike by all workers,
                 or not under BSP, or by a joining worker. The step was not taken; the changes stay.
