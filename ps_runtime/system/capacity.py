@@ -89,14 +89,19 @@ def available_bytes(root: Path = _ROOT) -> int:
     return max(0, min(left)) if left else -1
 
 
-def machine_name() -> str:
+def machine_name(root: Path = _ROOT) -> str:
     """A name for the machine, the same in all of its containers. Blocking: reads a file."""
-    return text_of(_ROOT / "proc/sys/kernel/random/boot_id") or socket.gethostname()
+    return text_of(root / "proc/sys/kernel/random/boot_id") or socket.gethostname()
 
 
-def memory_pool() -> str:
-    """A name for the memory that the processes of one machine, or of one container, share."""
-    return f"{machine_name()}/{socket.gethostname()}"[:128]
+def memory_pool(root: Path = _ROOT) -> str:
+    """A name for the memory that processes share: the machine's, or the container's where a group
+    has a limit. Each container has a host name, with a limit or without. Blocking: as above.
+    """
+    machine = min(_machine(root), default=0)
+    is_limited = any(not machine or limit < machine for limit in _groups(root))
+    name = machine_name(root)
+    return (f"{name}/{socket.gethostname()}" if is_limited else name)[:128]
 
 
 def _machine(root: Path, wanted: str = "MemTotal") -> Iterator[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from ps_core.keys import TableId
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
-from ps_runtime.system.capacity import memory_bytes
+from ps_runtime.system.capacity import memory_bytes, memory_pool
 from scheduler.machine import view_size
 from scheduler.machine.cluster import Created
 from scheduler.machine.server_memory import needed_by_range
@@ -134,11 +136,41 @@ def test_tables_leave_room_in_the_view_for_nodes_that_come_back() -> None:
         cluster.join(Role.SERVER)
 
 
-def test_the_least_of_machine_and_control_groups_counts(tmp_path: Path) -> None:
-    def write(path: str, text: str) -> None:
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, str], None]:
+    """Writes a file as the kernel would show it."""
+
+    def one(path: str, text: str) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
 
+    return one
+
+
+@pytest.mark.parametrize(
+    ("limit", "pool"),
+    [
+        (None, "boot"),
+        ("max", "boot"),
+        ("1024000", "boot"),  # as much as the machine has
+        ("500000", f"boot/{os.uname().nodename}"),
+    ],
+)
+def test_containers_share_the_machine_s_memory_unless_they_have_a_limit(
+    write: Callable[[str, str], None], tmp_path: Path, limit: str | None, pool: str
+) -> None:
+    """Each container of a machine has a host name of its own."""
+    write("proc/sys/kernel/random/boot_id", "boot\n")
+    write("proc/meminfo", "MemTotal:       1000 kB\n")
+    write("proc/self/cgroup", "0::/\n")
+    if limit is not None:
+        write("sys/fs/cgroup/memory.max", f"{limit}\n")
+    assert memory_pool(tmp_path) == pool
+
+
+def test_the_least_of_machine_and_control_groups_counts(
+    write: Callable[[str, str], None], tmp_path: Path
+) -> None:
     assert memory_bytes(tmp_path) == 0
     write("proc/meminfo", "MemTotal:       1000 kB\nMemFree:  1 kB\n")
     assert memory_bytes(tmp_path) == 1_024_000
