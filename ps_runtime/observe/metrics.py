@@ -179,6 +179,10 @@ class SchedulerMetrics:
             "Checkpoints that ended, by result: complete or failed.",
             ("result",),
         )
+        self.journal_not_written = gauge(
+            "pushpull_scheduler_journal_not_written",
+            "1: the journal takes no write for now, so nothing new is decided.",
+        )
         self.data_shards = counter(
             "pushpull_scheduler_data_shards_total",
             "Shards of data sets, by what became of them: issued, done, or returned by a worker "

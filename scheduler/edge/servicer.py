@@ -109,6 +109,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.on_health_change: Callable[[], None] = nothing
         self._publication = Publication(lambda: self._cluster, self._publish, journal)
         self._publication.on_problem = lambda: self.on_health_change()
+        metrics.journal_not_written.set_function(lambda: self._publication.problem is not None)
         self._begin(begun)
 
     def _begin(self, begun: Decision[Cluster]) -> None:

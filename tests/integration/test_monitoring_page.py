@@ -27,6 +27,9 @@ from tests.tidy.source import ROOT
 
 PAGE = (ROOT / "docs/guides/MONITORING.md").read_text(encoding="utf-8")
 METRIC = re.compile(r"\bpushpull_[a-z_]*[a-z]\b")
+SELECTED = re.compile(r"\b(pushpull_[a-z_]*[a-z])\{([^}]*)\}")
+LABEL = re.compile(r'(\w+)(!?=)"([^"]*)"')
+PHASES = ["Pending", "Running", "Succeeded", "Failed", "Unknown"]
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 pytestmark = pytest.mark.timeout(120)
@@ -129,13 +132,40 @@ def test_pods_have_what_the_relabelling_asks_for() -> None:
                 assert f"pod_{kind}_{re.sub(r'[^a-z]', '_', key)}" in asked
 
 
-def test_alerts_have_a_rule_each_and_say_what_to_do() -> None:
+def test_pods_that_have_ended_are_no_targets() -> None:
+    """A Job's pods stay when they are done; their addresses are nobody's, or another pod's."""
+    (rule,) = [r for r in jobs()[2]["relabel_configs"] if r.get("action") == "drop"]
+    assert rule["source_labels"] == ["__meta_kubernetes_pod_phase"]
+    ended = [phase for phase in PHASES if re.fullmatch(rule["regex"], phase)]
+    assert ended == ["Succeeded", "Failed"]
+
+
+def alerts() -> list[dict[str, Any]]:
     (rules,) = [yaml.safe_load(block) for block in blocks("yaml") if block.startswith("groups:")]
     (group,) = rules["groups"]
-    assert len(group["rules"]) == 4
-    for rule in group["rules"]:
+    found: list[dict[str, Any]] = group["rules"]
+    return found
+
+
+def test_alerts_have_a_rule_each_and_say_what_to_do() -> None:
+    names = [rule["alert"] for rule in alerts()]
+    assert len(set(names)) == len(names) == 9
+    for rule in alerts():
         assert rule.keys() - {"for"} == {"alert", "expr", "labels", "annotations"}
-        assert METRIC.findall(rule["expr"])
+        assert METRIC.findall(rule["expr"]) or 'up{job="pushpull"' in rule["expr"]
+
+
+def test_alerts_choose_samples_that_there_are(watched: Watched) -> None:
+    served: Samples = {}
+    for address in watched.addresses:
+        for name, samples in scrape(address).items():
+            served.setdefault(name, []).extend(samples)
+    chosen = [found for rule in alerts() for found in SELECTED.findall(rule["expr"])]
+    assert len(chosen) >= 4
+    for name, selector in chosen:
+        for label, operator, text in LABEL.findall(selector):
+            assert operator == "!=" or value(served, name, **{label: text}) >= 0.0
+            assert all(label in labels for labels, _ in served[name])
 
 
 def test_the_cluster_serves_every_metric_of_the_page(watched: Watched) -> None:

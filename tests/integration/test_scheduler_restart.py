@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 WORKERS = 2
 COUNTED = Counted(WORKERS, block_count=24)
 MOST_BYTES = 4096
+NOT_WRITTEN = "pushpull_scheduler_journal_not_written"
 NO_LIMIT = resource.getrlimit(resource.RLIMIT_FSIZE)
 LEASE_S = 10.0
 """On a busy machine, too, ranges stay where they are because nothing happened to their servers."""
@@ -137,12 +138,13 @@ def test_a_full_disk_stops_what_is_new_and_nothing_else(scene: Scene) -> None:
         ThreadPoolExecutor(1) as pool,
     ):
         joins = _full_disk(cluster, pool, 1)
-        with urllib.request.urlopen(f"http://{cluster.scheduler_http}/healthz", timeout=20) as page:
-            assert "cannot be written" in page.read().decode()
+        assert "cannot be written" in _page(cluster, "healthz")
+        assert f"{NOT_WRITTEN} 1.0" in _page(cluster, "metrics").splitlines()
         counted_steps.progress(loads, DEADLINE_S, 3)
         resource.prlimit(cluster.scheduler.pid, resource.RLIMIT_FSIZE, NO_LIMIT)
         cluster.wait_line(cluster.scheduler, "event=journal_written_again")
         joins.result(DEADLINE_S).close()
+        assert f"{NOT_WRITTEN} 0.0" in _page(cluster, "metrics").splitlines()
 
         joins = _full_disk(cluster, pool, 2)
         cluster.kill_scheduler()
@@ -151,6 +153,13 @@ def test_a_full_disk_stops_what_is_new_and_nothing_else(scene: Scene) -> None:
         after = cluster.views.catch_up()
     assert after.ranges == before.ranges
     assert after.tables == before.tables
+
+
+def _page(cluster: ReplicatedCluster, path: str) -> str:
+    address = f"http://{cluster.scheduler_http}/{path}"
+    with urllib.request.urlopen(address, timeout=20) as page:
+        text: str = page.read().decode()
+    return text
 
 
 def _full_disk(cluster: ReplicatedCluster, pool: ThreadPoolExecutor, count: int) -> Future[Any]:
