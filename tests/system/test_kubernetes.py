@@ -12,6 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from ps_runtime.system.process_end import REFUSED_EXIT_CODE
 from scheduler.config import SchedulerConfig
 from tests.joining import SECRET
 from tests.system.manifests import (
@@ -134,8 +135,9 @@ def test_a_server_drains_before_it_is_killed() -> None:
 
 
 def test_a_last_checkpoint_is_made_before_the_scheduler_is_killed() -> None:
-    grace_s = pod("scheduler")["terminationGracePeriodSeconds"]
-    assert SchedulerConfig(workers=1, servers=1).checkpoint_last_s + 1.0 < grace_s
+    last_s = float(environment("scheduler")["PUSHPULL_CHECKPOINT_LAST_S"])
+    assert last_s > SchedulerConfig(workers=1, servers=1).checkpoint_last_s
+    assert last_s + 1.0 < pod("scheduler")["terminationGracePeriodSeconds"]
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
@@ -168,6 +170,34 @@ def test_a_worker_that_is_lost_is_started_again_under_its_rank() -> None:
     assert "backoffLimit" not in job, "it would end the run"
     assert pod("worker")["restartPolicy"] == "Never", "else a pod is started again, not an index"
     assert environment("worker")["PUSHPULL_RANK"] == "1"
+
+
+def test_an_eviction_is_no_failure_and_a_refusal_is_not_tried_again() -> None:
+    evicted, refused = workloads()["worker"]["spec"]["podFailurePolicy"]["rules"]
+    assert evicted == {
+        "action": "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
+    assert refused["action"] == "FailIndex"
+    assert refused["onExitCodes"] == {
+        "containerName": container("worker")["name"],
+        "operator": "In",
+        "values": [REFUSED_EXIT_CODE],
+    }
+
+
+def test_the_operator_s_targets_have_the_labels_of_the_page(with_all: str) -> None:
+    """docs/guides/MONITORING.md asks for them; the operator would name the job after the object."""
+    (monitor,) = [m["spec"] for m in manifests(with_all) if m["kind"] == "PodMonitor"]
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    given = {rule["targetLabel"]: rule for rule in endpoint["relabelings"]}
+    assert given["job"]["replacement"] == "pushpull"
+    page = (ROOT / "docs/guides/MONITORING.md").read_text(encoding="utf-8")
+    for source, target in re.findall(
+        r"source_labels: \[(__meta_kubernetes_pod_label_\w+)\]\n +target_label: (\w+)", page
+    ):
+        assert given[target]["sourceLabels"] == [source]
+    assert given.keys() == {"job", "component", "run"}
 
 
 def test_sizes_agree() -> None:
