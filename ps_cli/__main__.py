@@ -132,7 +132,8 @@ def scheduler() -> None:
     """Run a cluster's scheduler, which keeps its members, its tables and the owners of its ranges.
 
     Exit code: 0 after a signal to stop, or with --stop-when-done when all workers have left; 2 when
-    a setting is wrong.
+    a setting is wrong; 3 when all workers have left and the last checkpoint failed. With a journal
+    the servers keep the values then, and the scheduler that is started again tries once more.
 
     Example: `pushpull scheduler --listen 0.0.0.0:7070 --workers 4 --servers 2`
     """

@@ -35,18 +35,27 @@ from scheduler.config import SchedulerConfig, parser
 from scheduler.edge.restoring import AUTO
 from scheduler.edge.servicer import SERVICE_NAME, SchedulerServicer, add_to_server
 from scheduler.machine.checkpoint_schedule import CheckpointPolicy
+from scheduler.machine.state import ClusterSettings
 from scheduler.start import SchedulerStart, started
+
+NO_LAST_CHECKPOINT_EXIT_CODE = 3
+"""The exit code after a run that ended well, and whose last checkpoint failed; as of `train`."""
 
 LAST_ATTEMPTS = 3  # a last checkpoint during which a server is lost can be made by the others
 SERVERS_LEAVE_WITHIN_S = 5.0  # wait of a finished cluster for its servers to leave
+
+_LAST_S = "--checkpoint-last-s (PUSHPULL_CHECKPOINT_LAST_S)"
+_REMEDY = "start the scheduler again with its journal: it makes the last checkpoint then"
 
 UNDER_WAY_WITHIN_S = 30.0
 """Wait at the end for a checkpoint that somebody requested, where no last one is made."""
 
 
-async def serve(settings: SchedulerConfig, start: SchedulerStart, secret: bytes) -> None:
-    """Serve the cluster until a stop signal comes or the cluster is finished."""
-    cluster = start.begun.reply.settings
+async def serve(settings: SchedulerConfig, start: SchedulerStart, secret: bytes) -> bool:
+    """Serve the cluster until a stop signal comes or the work is done; False if it is done, and its
+    last checkpoint failed.
+    """
+    cluster, has_last = start.begun.reply.settings, True
     # Before anything else: a signal that comes early must end the process as cleanly as a late one.
     stop = asyncio.create_task(wait_for_stop_signal())
     registry = new_registry()
@@ -89,16 +98,8 @@ async def serve(settings: SchedulerConfig, start: SchedulerStart, secret: bytes)
         if settings.ready_file is not None:
             where = settings.ready_file, node.address, node.http_address
             await asyncio.to_thread(write_ready_file, *where)
-        logs.info(
-            "cluster_formed",
-            cluster_id=cluster.cluster_id,
-            workers=cluster.worker_count,
-            max_workers=cluster.rank_count,
-            servers=cluster.server_count,
-            replicas=cluster.replica_count,
-            min_in_sync=cluster.min_in_sync,
-        )
-        await _until_the_end(settings, servicer, stop, ticking)
+        _tell_formed(cluster)
+        has_last = await _until_the_end(settings, servicer, stop, ticking)
     finally:
         stop.cancel()
         servicer.checkpointing.give_up("the scheduler ends")
@@ -110,7 +111,20 @@ async def serve(settings: SchedulerConfig, start: SchedulerStart, secret: bytes)
             await servicer.flushed()
         await node.stop(settings.drain_grace_s)
         ticking.cancel()
-        await servicer.close_journal(has_ended=servicer.has_finished)
+        await servicer.close_journal(has_ended=servicer.has_finished and has_last)
+    return has_last
+
+
+def _tell_formed(cluster: ClusterSettings) -> None:
+    logs.info(
+        "cluster_formed",
+        cluster_id=cluster.cluster_id,
+        workers=cluster.worker_count,
+        max_workers=cluster.rank_count,
+        servers=cluster.server_count,
+        replicas=cluster.replica_count,
+        min_in_sync=cluster.min_in_sync,
+    )
 
 
 def _is_final(stop: asyncio.Future[signal.Signals]) -> bool:
@@ -137,8 +151,10 @@ async def _until_the_end(
     servicer: SchedulerServicer,
     stop: asyncio.Task[signal.Signals],
     ticking: asyncio.Task[None],
-) -> None:
-    """Wait for a stop signal or the end of the work; raise a failure of `ticking`."""
+) -> bool:
+    """Wait for a stop signal or the end of the work; raise a failure of `ticking`. False as in
+    `serve`.
+    """
     finished = asyncio.create_task(_all_done(settings, servicer))
     try:
         await asyncio.wait((stop, finished, ticking), return_when=asyncio.FIRST_COMPLETED)
@@ -148,32 +164,44 @@ async def _until_the_end(
             finished.cancel()
             logs.info("stopping", reason=stop.result().name)
             await _make_last(settings, servicer, "stopped")
-        else:
-            finished.result()
+            return True
+        return finished.result()
     finally:
         finished.cancel()
 
 
-async def _all_done(settings: SchedulerConfig, servicer: SchedulerServicer) -> None:
+async def _all_done(settings: SchedulerConfig, servicer: SchedulerServicer) -> bool:
+    """Wait until the work is done and servers have left; False if its last checkpoint failed.
+
+    A cluster that the next scheduler can save is not finished then. One that nobody can save is,
+    and stays in the journal: the next scheduler ends with it. So a supervisor that starts again
+    whoever fails either saves the run in the end, or comes to rest.
+    """
+    has_last, has_ended = True, servicer.has_finished
+    if has_ended:
+        logs.warning("cluster_was_finished", remedy="start once more to begin a new cluster")
     if settings.stop_when_done and settings.checkpoint_url:
-        has_ended = servicer.has_finished
         while not has_ended:
             await servicer.until_workers_are_done()
-            await _make_last(settings, servicer, "the end of training")
+            has_last = await _make_last(settings, servicer, "the end of training")
+            if not has_last and settings.journal is not None and servicer.may_be_saved_later:
+                logs.error("values_stay_at_servers", remedy=_REMEDY)
+                return False
             has_ended = servicer.finish()
     await servicer.until_finished()
     if await servicer.until_servers_have_left(SERVERS_LEAVE_WITHIN_S):
         logs.info("stopping", reason="all workers and servers have left")
     else:
         logs.warning("stopping", reason=f"servers have not left in {SERVERS_LEAVE_WITHIN_S} s")
+    return has_last
 
 
-async def _make_last(settings: SchedulerConfig, servicer: SchedulerServicer, reason: str) -> None:
-    """Make a last checkpoint while servers are there, or log why there is none. Where
+async def _make_last(settings: SchedulerConfig, servicer: SchedulerServicer, reason: str) -> bool:
+    """Make a last checkpoint while servers are there; False if it failed, which is logged. Where
     `checkpoint_last_s` is 0, wait for a running checkpoint that somebody requested.
     """
     if not settings.checkpoint_url or not servicer.has_tables:
-        return
+        return True
     within_s = settings.checkpoint_last_s or UNDER_WAY_WITHIN_S
     making = asyncio.create_task(_last(settings, servicer, reason, clock.now_s() + within_s))
     left = asyncio.create_task(servicer.until_servers_have_left(2 * within_s))
@@ -182,8 +210,12 @@ async def _make_last(settings: SchedulerConfig, servicer: SchedulerServicer, rea
         if not making.done():
             raise WaitExpired("every server with values has left")
         making.result()
+        return True
     except PushpullError as error:
-        logs.warning("no_last_checkpoint", reason=error.message)
+        is_late = making.done() and isinstance(error, WaitExpired) and settings.checkpoint_last_s
+        remedy = f"; to give it more than {within_s:g} s: {_LAST_S}" if is_late else ""
+        logs.warning("no_last_checkpoint", reason=error.message + remedy)
+        return not settings.checkpoint_last_s
     finally:
         for task in (making, left):
             task.cancel()
@@ -215,10 +247,12 @@ def main() -> None:
         die_with_parent_if_asked(os.environ)
         logs.configure("scheduler", settings.log_level, settings.log_format)
         secret = join_secret.found_or_made()
-        channels.run(serve(settings, started(settings), secret))
+        has_last = channels.run(serve(settings, started(settings), secret))
     except (InvalidConfig, InvalidCheckpoint, InvalidJournal, Recovering) as error:
         logs.error("cannot_serve", error=error.message)
         sys.exit(2)
+    if not has_last:
+        sys.exit(NO_LAST_CHECKPOINT_EXIT_CODE)
 
 
 if __name__ == "__main__":

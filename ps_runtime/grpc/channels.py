@@ -11,11 +11,13 @@ import ctypes
 import encodings.idna  # noqa: F401 - the first look-up of a host would import it on the event loop
 import sys
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
 
 from ps_core import limits
+
+ResultT = TypeVar("ResultT")
 
 ChannelOptions = tuple[tuple[str, int], ...]
 
@@ -107,7 +109,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
+def run(main: Coroutine[Any, Any, ResultT]) -> ResultT:
     """Run `main` to its end on a new event loop, as `asyncio.run` does."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(main)
+        return runner.run(main)

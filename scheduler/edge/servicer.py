@@ -176,6 +176,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 async with asyncio.timeout(self._cluster.settings.lease_s / 8):
                     await self._changed.wait()
 
+    @property
+    def may_be_saved_later(self) -> bool:
+        """True while no worker is left and servers have all values: another scheduler, with the
+        journal, can make the last checkpoint.
+        """
+        is_lost = bool(self._view.lost_words) or self._cluster.servers_have_left
+        return self._cluster.members.workers_are_done and not is_lost
+
     def finish(self) -> bool:
         """End the cluster, unless a worker has joined meanwhile; returns True if it has ended."""
         self._carry_out(self._cluster.finish())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from ps_cli.train.run_checkpoints import make_last
 from ps_runtime.checkpoint.store import CheckpointStore, resolve
 from ps_runtime.launch.cluster_shape import ClusterShape
 from ps_runtime.launch.launcher import Launcher, RoleProcess, start_scheduler, start_servers
+from scheduler.edge.sqlite_store import SqliteStore
 from tests.integration.lane_cluster import until
 from tests.integration.resumed_training import Position
 
@@ -30,6 +32,9 @@ pytestmark = pytest.mark.slow
 
 END_DEADLINE_S = 60.0
 WORKERS, SERVERS, COUNT = 2, 2, 500
+NO_LAST_CHECKPOINT = 3
+"""The exit code of a scheduler whose last checkpoint of a finished run failed."""
+
 _LARGE_COUNT = 1 << 23
 _STEP_S = 8.0
 """A step whose servers have gone is given up then, and its worker ends."""
@@ -58,12 +63,20 @@ class Bare:
             for server in servers:
                 server.send(signal.SIGCONT)
 
-    def end_of(self, kind: str) -> str:
+    def end_of(self, kind: str, exit_code: int = 0) -> str:
         """Waits for it; what it said last."""
-        ended = self.role(kind).wait(END_DEADLINE_S)
-        assert ended is not None, f"the {kind} has not ended"
-        assert ended.returncode == 0, ended.fate
-        return "\n".join(self.role(kind).recent_lines)
+        return _end_of(self.role(kind), exit_code)
+
+    def end_of_next_scheduler(self) -> str:
+        """Starts one again as it was, and waits for it."""
+        return _end_of(self.launcher.start(self.role("scheduler").command))
+
+
+def _end_of(role: RoleProcess, exit_code: int = 0) -> str:
+    ended = role.wait(END_DEADLINE_S)
+    assert ended is not None, f"{role.name} has not ended"
+    assert ended.returncode == exit_code, ended.fate
+    return "\n".join(role.recent_lines)
 
 
 @contextlib.contextmanager
@@ -184,6 +197,74 @@ def test_with_a_journal_it_makes_one_and_no_second(tmp_path: Path, timeout_s: st
     assert "no_last_checkpoint" not in said
     with resolve(str(root)).reader as reader:
         assert reader.manifest.reason == "the end of training"
+
+
+def records_in(journal: Path) -> dict[str, bytes]:
+    with contextlib.closing(SqliteStore(journal)) as store:
+        return store.read()
+
+
+def take_no_checkpoints(root: Path) -> None:
+    shutil.rmtree(root)
+    root.write_text("no folder", encoding="utf-8")
+
+
+def test_a_finished_run_whose_last_checkpoint_fails_is_saved_by_the_next_scheduler(
+    tmp_path: Path,
+) -> None:
+    """As an engine starts it: the journal has the cluster, and servers have the values."""
+    root, journal = tmp_path / "checkpoints", tmp_path / "journal"
+    settings = {"stop_when_done": "1", "journal": str(journal)}
+    with bare_cluster(root, workers=1, **settings) as cluster:
+        with ps.connect(cluster.address) as client:
+            table = client.create_table("t", COUNT, optimizer=ps.SGD(lr=1.0))
+            client.push_pull(table, np.ones(COUNT, np.float32))
+            take_no_checkpoints(root)
+        said = cluster.end_of("scheduler", NO_LAST_CHECKPOINT)
+        assert "event=no_last_checkpoint" in said
+        assert "event=values_stay_at_servers" in said
+        root.unlink()
+        assert "event=checkpoint_complete" in cluster.end_of_next_scheduler()
+        cluster.end_of("server")
+    assert not records_in(journal)
+    with resolve(str(root)).reader as reader:
+        assert reader.manifest.reason == "the end of training"
+        values: Any = np.frombuffer(reader.read("t", 0), np.float32)
+        assert set(values) == {-1.0}
+
+
+def test_a_finished_run_without_a_journal_ends_with_its_servers_and_says_that_it_is_not_saved(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "checkpoints"
+    with bare_cluster(root, workers=1, stop_when_done="1") as cluster:
+        with ps.connect(cluster.address) as client:
+            table = client.create_table("t", COUNT, optimizer=ps.SGD(lr=1.0))
+            client.push_pull(table, np.ones(COUNT, np.float32))
+            take_no_checkpoints(root)
+        assert "event=no_last_checkpoint" in cluster.end_of("scheduler", NO_LAST_CHECKPOINT)
+        cluster.end_of("server")
+
+
+def test_a_run_whose_values_are_lost_is_not_begun_anew_by_the_next_scheduler(
+    tmp_path: Path,
+) -> None:
+    """That one ends well: an engine that starts again whoever fails comes to rest."""
+    journal = tmp_path / "journal"
+    settings = {"worker_timeout_s": "1", "lease_s": "0.5", "heartbeat_interval_s": "0.1"}
+    settings |= {"stop_when_done": "1", "journal": str(journal)}
+    with bare_cluster(tmp_path / "checkpoints", workers=1, **settings) as cluster:
+        client = ps.connect(cluster.address)
+        table = client.create_table("t", COUNT, optimizer=ps.SGD(lr=1.0))
+        client.push_pull(table, np.ones(COUNT, np.float32))
+        servers = [role for role in cluster.launcher.processes if role.command.kind == "server"]
+        for server in servers:
+            server.send(signal.SIGINT)
+            _end_of(server)
+        client.abandon("SIGTERM")
+        assert "event=no_last_checkpoint" in cluster.end_of("scheduler", NO_LAST_CHECKPOINT)
+        assert "event=cluster_was_finished" in cluster.end_of_next_scheduler()
+    assert not records_in(journal)
 
 
 def test_who_left_is_in_checkpoints_of_the_next_scheduler(tmp_path: Path) -> None:

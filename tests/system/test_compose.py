@@ -84,7 +84,7 @@ def test_a_script_of_ones_own_is_three_lines_of_dockerfile(
 ) -> None:
     """The page's, with the image under the name that it has here."""
     page = (ROOT / "docs/guides/CONTAINERS.md").read_text(encoding="utf-8")
-    (dockerfile,) = re.findall(r"```dockerfile\n(.*?)```", page, re.DOTALL)
+    dockerfile, _ = re.findall(r"```dockerfile\n(.*?)```", page, re.DOTALL)
     assert dockerfile.count("\n") == 3
     first = f"FROM {IMAGE}\n"
     (tmp_path / "Dockerfile").write_text(re.sub(r"FROM .*\n", first, dockerfile))
