@@ -84,6 +84,7 @@ def judged(
     return {
         "mode": mode,
         "rate": best,
+        "rate_is_at_end": len(rates) > 1 and best in (min(rates), max(rates)),
         "validation": {str(rate): found["validation accuracy"] for rate, found in first.items()},
         "tests": tests,
         "median": statistics.median(tests),
@@ -97,9 +98,10 @@ def with_points(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def line(row: dict[str, Any]) -> str:
     tests = ", ".join(f"{test:.2%}" for test in row["tests"])
+    at_end = ", an end of the grid: a rate beyond may be better" if row["rate_is_at_end"] else ""
     return (
         f"{row['mode']}: {row['median']:.2%} ({row['points']:+.2f} points; {tests}), "
-        f"lr {row['rate']:g}"
+        f"lr {row['rate']:g}{at_end}"
     )
 
 

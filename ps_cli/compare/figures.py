@@ -4,7 +4,8 @@ Definitions:
     time          from the start of the first step of any worker to the end of the last step of any
                   worker, without starting processes and evaluating; workers that record start
                   together
-    steps/s       the steps of all workers over that time
+    steps/s       the steps of all workers that were applied, over that time: not those that were
+                  discarded or skipped
     bytes         of payloads, of all workers, at the end of each one's client
     quality       reported by the worker whose last step ended last: its model has all updates
     wait share    the share of the workers' time that they spent in `step`, waiting for the commit
@@ -53,6 +54,8 @@ class RunFigures:
     """The figures of one run, as the module defines them.
 
     Attributes:
+        step_count: steps of all workers.
+        applied_count: of these, those that were neither discarded nor skipped.
         quality: by the measure's name; None if it is not finite.
         staleness: counts of steps by it.
         rejected_count: blocks that were too stale (ASP with a bound).
@@ -65,6 +68,7 @@ class RunFigures:
 
     time_s: float = 0.0
     step_count: int = 0
+    applied_count: int = 0
     quality: dict[str, float | None] = field(default_factory=dict)
     staleness: dict[int, int] = field(default_factory=dict)
     rejected_count: int = 0
@@ -78,7 +82,7 @@ class RunFigures:
 
     @property
     def steps_per_s(self) -> float:
-        return self.step_count / self.time_s if self.time_s > 0 else 0.0
+        return self.applied_count / self.time_s if self.time_s > 0 else 0.0
 
     @property
     def mean_staleness(self) -> float:
@@ -107,6 +111,7 @@ def figures_of(records: Sequence[WorkerRecord]) -> RunFigures:
     return RunFigures(
         time_s=ended_s - began_s,
         step_count=len(steps),
+        applied_count=sum(step.applied and not step.discarded for step in steps),
         quality=_quality(records),
         staleness=dict(sorted(staleness.items())),
         rejected_count=sum(step.rejected for step in steps),

@@ -9,7 +9,7 @@ from typing import Any
 
 from ps_cli.compare.figures import ModeRow, RunFigures
 
-FORMAT = 1
+FORMAT = 2
 """Raised when a field of the JSON changes its meaning."""
 
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"

@@ -84,7 +84,13 @@ class PlanOptions:
     server_price: Annotated[
         float, typer.Option(min=0.0, help="The price of a server's host, an hour.")
     ] = 0.0
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each worker, for the cost.")] = 1000
+    steps: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Steps of each worker, for the cost. Steps that a mode discards are not counted.",
+        ),
+    ] = 1000
     report: Annotated[
         Path | None,
         typer.Option("--report", "-o", help="Write an HTML page with curves to this file."),

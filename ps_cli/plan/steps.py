@@ -56,6 +56,7 @@ class PlannedStep:
         step_s: the time from one step of a worker to its next, the mean of the workers; under BSP
             from one update to the next.
         steps_per_s: steps of all workers that took part in an update.
+        discarded_share: of their steps, those that came too late for theirs (backup workers).
         pushed_bytes: of a worker's step.
         pulled_bytes: of a worker's step.
         server_in_bytes: what the fullest server receives in the time of a step.
@@ -66,6 +67,7 @@ class PlannedStep:
 
     step_s: float
     steps_per_s: float
+    discarded_share: float
     pushed_bytes: float
     pulled_bytes: float
     server_in_bytes: float
@@ -143,7 +145,7 @@ class _Cluster:
         self._trip_s = costs.call_s + planned.latency_s
         segments = _SEGMENTS_A_STEP // planned.worker_count
         self._segment_count = max(_FEWEST_SEGMENTS, min(_MOST_SEGMENTS, segments))
-        self._step_count = self._counted_count = 0
+        self._step_count = self._taken_count = self._discarded_count = 0
 
     def steady(self) -> PlannedStep:
         """The steps after the warm-up."""
@@ -156,14 +158,18 @@ class _Cluster:
         for rank in range(count):
             self._simulation.process(self._worker(rank))
         self._run(warm_up)
-        before, began_s, counted = self._busy_s(), self._simulation.now, self._counted_count
+        before, began_s = self._busy_s(), self._simulation.now
+        taken_before, discarded_before = self._taken_count, self._discarded_count
         self._run(warm_up + steps)
         after, elapsed_s = self._busy_s(), self._simulation.now - began_s
+        taken = self._taken_count - taken_before
+        discarded = self._discarded_count - discarded_before
         replica_bytes = load.replica_bytes * (1 if self._is_bsp else count)
         inner_count = self._inner_count
         return PlannedStep(
             step_s=elapsed_s / (steps * inner_count),
-            steps_per_s=(self._counted_count - counted) * inner_count / elapsed_s,
+            steps_per_s=taken * inner_count / elapsed_s,
+            discarded_share=discarded / (taken + discarded),
             pushed_bytes=load.pushed_bytes / inner_count,
             pulled_bytes=load.pulled_bytes / inner_count,
             server_in_bytes=share * (count * load.pushed_bytes + replica_bytes) / inner_count,
@@ -216,6 +222,8 @@ class _Cluster:
                 self._simulation.process(self._answer(node, server, pulled))
             yield pulled.opened
             self._step_count += 1
+            if not self._is_bsp:
+                self._taken_count += 1
 
     def _compute_s(self, rank: int, clock: int) -> float:
         """The computation of a worker's step, or of all inner ones of an outer step."""
@@ -257,8 +265,8 @@ class _Cluster:
     def _sealed(self, node: _Node, clock: int) -> ProcessGenerator:
         """The worker's step is with the servers: wait until its pull may go."""
         gate, began_s = self._gate, self._simulation.now
-        if clock > gate.decided:
-            self._counted_count += 1
+        if clock <= gate.decided:
+            self._discarded_count += 1
         if not self._is_bsp:
             yield self._updated()
         needed = self._planned.worker_count - self._consistency.backup_workers
@@ -273,10 +281,11 @@ class _Cluster:
     def _decided(self, clock: int) -> ProcessGenerator:
         """As many workers as an update needs, or all, have sent their steps of the clock."""
         yield self._simulation.timeout(self._consistency.grace_ms / 1000)
-        self._gate.decided = clock
+        self._gate.decided, taken = clock, self._gate.arrived[clock]
         self._gate.decided_s[clock] = self._simulation.now
         if self._is_bsp:
             yield self._updated()
+            self._taken_count += taken
         self._gate.apply(clock)
 
     def _updated(self) -> simpy.Event:

@@ -21,20 +21,30 @@ def table_of(options: PlanOptions, steps: Steps) -> Table:
 
 
 def head_and_cells(options: PlanOptions, steps: Steps) -> tuple[Cells, list[Cells]]:
+    """Discarded steps have a column if a mode discards some, and the cost if there are prices."""
     head = ["mode", "step, s", "steps/s", "MB up", "MB down", "server MB in", "out"]
     head += ["busiest", "of the time"]
+    cells = [_cells(mode, step) for mode, step in steps.items()]
+    if any(step.discarded_share for step in steps.values()):
+        head.append("discarded")
+        for row, step in zip(cells, steps.values(), strict=True):
+            row.append(f"{step.discarded_share:.0%}")
     if options.has_prices:
         head.append(f"{options.steps} steps cost")
-    return head, [_cells(options, mode, step) for mode, step in steps.items()]
+        for row, step in zip(cells, steps.values(), strict=True):
+            row.append(f"{cost_of(options, step):,.2f}")
+    return head, cells
 
 
-def cost_of(options: PlanOptions, step_s: float) -> float:
-    """The price of the cluster for the steps of each worker that are asked for."""
+def cost_of(options: PlanOptions, step: PlannedStep) -> float:
+    """The price of the cluster until as many steps have taken part in updates as are asked for of
+    each worker.
+    """
     hourly = options.workers * options.worker_price + options.servers * options.server_price
-    return hourly * options.steps * step_s / _HOUR_S
+    return hourly * options.workers * options.steps / step.steps_per_s / _HOUR_S
 
 
-def _cells(options: PlanOptions, mode: ComparedMode, step: PlannedStep) -> Cells:
+def _cells(mode: ComparedMode, step: PlannedStep) -> Cells:
     moved = (
         step.pushed_bytes,
         step.pulled_bytes,
@@ -48,5 +58,4 @@ def _cells(options: PlanOptions, mode: ComparedMode, step: PlannedStep) -> Cells
         *(f"{each / 1e6:,.1f}" for each in moved),
         step.bottleneck,
         f"{step.busy[step.bottleneck]:.0%}",
-        *([f"{cost_of(options, step.step_s):,.2f}"] if options.has_prices else []),
     ]

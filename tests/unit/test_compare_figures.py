@@ -40,8 +40,24 @@ def test_time_is_from_the_first_computation_to_the_last_step() -> None:
     figures = figures_of([worker(0, (step(11.0), step(12.0))), worker(1, (step(11.5), step(14.0)))])
     assert figures.time_s == pytest.approx(4.0)
     assert figures.step_count == 4
-    assert figures.steps_per_s == pytest.approx(1.0)
     assert (figures.rejected_count, figures.discarded_count, figures.skipped_count) == (8, 4, 4)
+
+
+def test_only_steps_that_were_applied_count_in_the_rate() -> None:
+    """Of eight steps in four seconds two were too late, one was not finite, and one was both."""
+    steps = [
+        replace(step(ended_s), discarded=discarded, applied=applied)
+        for ended_s, discarded, applied in (
+            *((n / 2 + 1.0, False, True) for n in range(4)),
+            *((n / 2 + 3.0, True, True) for n in range(2)),
+            (4.0, False, False),
+            (4.0, True, False),
+        )
+    ]
+    figures = figures_of([worker(0, tuple(steps))])
+    assert figures.time_s == pytest.approx(4.0)
+    assert (figures.step_count, figures.applied_count) == (8, 4)
+    assert figures.steps_per_s == pytest.approx(1.0)
 
 
 def test_waiting_is_the_share_of_commit_and_read() -> None:
@@ -121,7 +137,9 @@ def test_outer_steps_of_a_script_are_its_own_unless_the_mode_has_some() -> None:
 
 def test_a_row_has_the_medians_of_the_finished_runs() -> None:
     runs = [
-        RunFigures(time_s=time_s, step_count=100, quality={"accuracy": value}, staleness={tau: 4})
+        RunFigures(
+            time_s=time_s, applied_count=100, quality={"accuracy": value}, staleness={tau: 4}
+        )
         for time_s, value, tau in ((10.0, 0.9, 1), (20.0, 0.7, 2), (12.0, 0.8, 9))
     ]
     row = mode_row("asp", 4, runs, first_time_s=24.0)

@@ -203,7 +203,11 @@ def test_a_worker_that_is_always_slow(mode: str, expected_s: float) -> None:
         assert found.bottleneck == "stragglers"
         assert found.busy["stragglers"] == pytest.approx(7 / 8 * 2 / 3, rel=0.05)
     if mode == "bsp:backup=1":
-        assert found.steps_per_s == pytest.approx(7.0, rel=0.02)
+        assert found.steps_per_s == pytest.approx(7.0, rel=1e-6)
+        assert found.discarded_share == pytest.approx(1 / 22, rel=0.1), "one in three updates"
+    elif "backup" not in mode:
+        assert found.steps_per_s == pytest.approx(8 / found.step_s)
+        assert found.discarded_share == 0.0
 
 
 @pytest.mark.parametrize("backward_share", [0.0, 1.0])
@@ -215,6 +219,14 @@ def test_an_outer_step_moves_the_model_once_after_all_inner_steps(backward_share
     assert found.steps_per_s == pytest.approx(1 / found.step_s)
     assert found.pushed_bytes == found.pulled_bytes == TABLE_BYTES / 10
     assert found.server_in_bytes == found.server_out_bytes == TABLE_BYTES / 10
+
+
+@pytest.mark.parametrize("mode", ["bsp", "ssp:1", "ssp:4", "asp"])
+def test_a_rate_counts_the_steps_that_a_step_s_time_counts(mode: str) -> None:
+    """Workers apart, so that at any time some are sealed and not pulled."""
+    turns = ps.ComputeTime.parsed("rotating:1s,3s,burst=2,seed=1")
+    found = step(replace(CLUSTER, worker_count=5, compute=turns), mode)
+    assert found.steps_per_s == pytest.approx(5 / found.step_s)
 
 
 def test_an_outer_step_of_one_inner_step_is_a_step() -> None:
@@ -249,7 +261,7 @@ def test_a_worker_whose_step_was_discarded_goes_on_where_the_others_are() -> Non
     turns = ps.ComputeTime.parsed("rotating:1s,3200ms,burst=3,seed=1")
     found = step(replace(FAST, worker_count=4, compute=turns), "bsp:backup=1")
     assert found.step_s == pytest.approx(1.0, rel=0.1)
-    assert found.steps_per_s == pytest.approx(3.0, rel=0.1)
+    assert found.steps_per_s * found.step_s == pytest.approx(3.0), "each update has three steps"
 
 
 def test_a_replica_takes_an_update_under_bsp_and_each_push_under_asp() -> None:

@@ -93,6 +93,22 @@ def test_a_plan_has_a_row_for_each_mode_and_its_price() -> None:
     assert costs == f"costs of the processor: {REFERENCE.machine}"
 
 
+def test_a_mode_that_discards_steps_costs_until_as_many_are_applied() -> None:
+    """One worker of four is always late: three of four steps count, and the clock is theirs."""
+    found = plan(
+        "--model", "1e8", "--compute", "permanent:1s,10s,rank=0", "--modes", "asp,bsp:backup=1",
+        "--workers", "4", "--worker-price", "0.9", "--steps", "300",
+    )  # fmt: skip
+    assert found.exit_code == 0, found.output
+    head, asp, backup, _ = found.stdout.splitlines()
+    assert head.split()[-4:] == ["discarded", "300", "steps", "cost"]
+    assert asp.split()[-2] == "0%"
+    assert 0 < float(backup.split()[-2].removesuffix("%")) < 10
+    for line in (asp, backup):
+        steps_per_s, cost = float(line.split()[2]), float(line.split()[-1].replace(",", ""))
+        assert cost == pytest.approx(4 * 0.9 / 3600 * 4 * 300 / steps_per_s, rel=0.01)
+
+
 def test_a_plan_without_prices_has_no_cost() -> None:
     assert "cost" not in plan(*ASKED, *FEW_MODES).stdout.splitlines()[0]
 

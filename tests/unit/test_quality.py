@@ -38,6 +38,7 @@ def test_the_rate_is_chosen_by_held_out_pictures_of_the_first_seed() -> None:
     runs = Runs()
     row = judged("asp", RATES, (0, 1, 2), runs)
     assert row["rate"] == 0.2, "not the rate that is best on the test pictures"
+    assert not row["rate_is_at_end"]
     assert row["validation"] == {"0.1": 0.5, "0.2": 0.8, "0.4": 0.7}
     assert row["tests"] == [0.6, 0.9, 0.7]
     assert row["median"] == 0.7
@@ -50,6 +51,12 @@ def test_of_equal_rates_the_first_is_taken() -> None:
         ("validation accuracy", "test accuracy"), 0.5
     ))  # fmt: skip
     assert row["rate"] == 0.3
+    assert row["rate_is_at_end"]
+
+
+def test_a_grid_of_one_rate_has_no_end() -> None:
+    row = judged("bsp", (0.1,), (0,), Runs())
+    assert not row["rate_is_at_end"]
 
 
 def test_points_are_hundredths_above_the_median_of_the_first_row() -> None:
@@ -60,10 +67,14 @@ def test_points_are_hundredths_above_the_median_of_the_first_row() -> None:
             {"mode": "asp", "median": 0.9, "tests": [0.9], "rate": 0.003},
         ]
     )
+    rows = [{"rate_is_at_end": row["mode"] == "asp", **row} for row in rows]
     assert [row["points"] for row in rows] == pytest.approx([0.0, 2.0, -1.0])
     assert line(rows[0]) == "one process: 91.00% (+0.00 points; 91.00%), lr 0.01"
     assert line(rows[1]) == "bsp: 93.00% (+2.00 points; 93.00%, 94.00%, 90.00%), lr 0.006"
-    assert line(rows[2]) == "asp: 90.00% (-1.00 points; 90.00%), lr 0.003"
+    assert line(rows[2]) == (
+        "asp: 90.00% (-1.00 points; 90.00%), lr 0.003, an end of the grid: a rate beyond may be "
+        "better"
+    )
 
 
 @pytest.mark.parametrize(("mode", "batch_size"), [(SINGLE, 64), ("bsp", 16), ("asp:divide", 16)])
