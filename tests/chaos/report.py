@@ -40,8 +40,8 @@ class Loop:
 
     @property
     def share(self) -> float:
-        """What was done, of what would have been without faults: on a machine that has other work
-        too, the quiet beside the faults says that better than a run afterwards.
+        """All of it over the quiet alone, which had the same of a machine's other work. The target
+        is of the run without faults.
         """
         return self.whole.steps_per_s / self.quiet.steps_per_s if self.quiet.steps_per_s else 0.0
 
@@ -177,14 +177,18 @@ class Report:
     def _goodput_lines(self) -> Iterable[str]:
         for kind, loop in self.loops.items():
             whole, quiet = loop.whole, loop.quiet
+            of_calm = ""
+            if kind in self.goodput:
+                share = self.goodput[kind]
+                of_calm = f", {share:.0%} of the run without faults"
+                if kind == KILLED:
+                    word = "met" if share >= KILLS_GOODPUT else "MISSED"
+                    of_calm += f" (target {KILLS_GOODPUT:.0%}: {word})"
             yield (
-                f"goodput, {kind}: {whole.steps_per_s:.1f} steps/s over {whole.lasted_s:.0f} s, "
-                f"{quiet.steps_per_s:.1f} in the {quiet.lasted_s:.0f} s of quiet in it: "
-                f"{loop.share:.0%}"
+                f"goodput, {kind}: {whole.steps_per_s:.1f} steps/s over {whole.lasted_s:.0f} s"
+                f"{of_calm}, {loop.share:.0%} of the {quiet.steps_per_s:.1f} in the "
+                f"{quiet.lasted_s:.0f} s between the faults"
             )
-        for kind, share in self.goodput.items():
-            target = f"; target {KILLS_GOODPUT:.0%}" if kind == KILLED else ""
-            yield f"goodput, {kind}, against the run without faults: {share:.0%}{target}"
         if self.calm is not None:
             calm = self.calm
             yield f"without faults: {calm.steps_per_s:.1f} steps/s over {calm.lasted_s:.0f} s"
