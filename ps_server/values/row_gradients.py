@@ -52,13 +52,17 @@ class RowGradients(NamedTuple):
 
 
 def check_count(what: str, byte_count: int, row_bytes: int) -> None:
-    """Raise InvalidTensor unless a payload of that length is of whole rows, and not too many."""
+    """Raise InvalidTensor if a push of that length is of too many rows."""
     most = limits.MAX_ROW_COUNT * (limits.ROW_ID_BYTES + row_bytes)
     if byte_count > most:
         raise InvalidTensor(
             f"{what}: the payload has {byte_count} bytes; expected at most {most}, "
             f"{limits.MAX_ROW_COUNT} rows"
         )
+
+
+def check_length(what: str, byte_count: int, row_bytes: int) -> None:
+    """Raise InvalidTensor unless a payload of that length is of whole rows."""
     if byte_count % (limits.ROW_ID_BYTES + row_bytes):
         raise InvalidTensor(
             f"{what}: the payload has {byte_count} bytes; expected a multiple of "
@@ -181,9 +185,9 @@ class RowAccumulator(Accumulator):
 
 
 def cut(block: int, ids: Ids, values: Rows) -> Iterator[Elements]:
-    """Rows as payloads of bounded size; one, empty, for none."""
+    """Rows as payloads of bounded size, of no more rows than a push; one, empty, for none."""
     row_bytes = limits.ROW_ID_BYTES + values.shape[1] * values.itemsize
-    count = max(1, _SENT_BYTES // row_bytes)
+    count = min(max(1, _SENT_BYTES // row_bytes), limits.MAX_ROW_COUNT)
     for begin in range(0, max(1, len(ids)), count):
         some = slice(begin, begin + count)
         yield Elements(block, b"", payload_of(ids[some], values[some]))

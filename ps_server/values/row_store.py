@@ -56,6 +56,7 @@ from ps_server.values.row_gradients import (
     RowGradients,
     RowSum,
     check_count,
+    check_length,
     parsed,
     payload_of,
     slices_of,
@@ -182,7 +183,6 @@ class RowStore:
         presence: bytes,
         *,
         is_shared: bool = False,
-        is_pushed: bool = True,
     ) -> RowGradients:
         """The payload as gradients of rows, checked. Changes nothing; arguments as of `ShardStore`.
 
@@ -192,22 +192,33 @@ class RowStore:
             InvalidTensor: another codec than the table's, a length that is none of whole rows, or a
                 value that is not finite (unless the table allows it).
         """
-        self._partition(block)
-        what = f"partition {block} of table '{self._name}'"
-        if presence:
-            raise InvalidKeys(f"{what}: {len(presence)} bytes of presence bits; expected none")
+        what = self._named(block)
         if codec is not self._codec:
             raise InvalidTensor(f"{what}: codec {codec.value}; expected {self._codec.value}")
         view = memoryview(payload).cast("B")
         check_count(what, view.nbytes, self._row_bytes)
         copies = is_shared or not view.readonly  # what is checked must not change any more
-        found = parsed(block, view, self._length, self._dtype, copies=copies)
-        self._check_ids(block, found.ids)
+        found = self._parsed(block, view, presence, copies=copies)
         if not self.table.spec.allow_non_finite:
             self._check_finite(what, found)
-        if is_pushed:
-            self.pushed.note(found.ids)
+        self.pushed.note(found.ids)
         self.want(block, found.ids)  # before the update that needs them
+        return found
+
+    def _named(self, block: int) -> str:
+        return f"partition {block} of table '{self._name}'"
+
+    def _parsed(
+        self, block: int, view: memoryview, presence: bytes, *, copies: bool
+    ) -> RowGradients:
+        """The gradients in a payload, which is of whole rows of the partition."""
+        self._partition(block)
+        what = self._named(block)
+        if presence:
+            raise InvalidKeys(f"{what}: {len(presence)} bytes of presence bits; expected none")
+        check_length(what, view.nbytes, self._row_bytes)
+        found = parsed(block, view, self._length, self._dtype, copies=copies)
+        self._check_ids(block, found.ids)
         return found
 
     def check_space(self, found: RowGradients) -> None:
@@ -307,18 +318,18 @@ class RowStore:
         self._accumulators.clear()
 
     def receiving(self, sent: SentAccumulator) -> Work[RowAccumulator]:
-        """As `ShardStore.receiving`; a partition may come in several payloads."""
+        """As `ShardStore.receiving`; a partition may come in several payloads. They are no pushes:
+        merged, they may have more rows, and be infinite where all gradients were finite.
+        """
         if sent.means:
             raise InvalidKeys(f"a sum of table '{self._name}' has running means; rows have none")
         found = RowAccumulator(is_reduced=sent.is_reduced)
         for block, presence, payload in sent.blocks:
-            found.add_rows(self._sent(block, bytes(payload), presence))
+            part = self._parsed(block, memoryview(bytes(payload)), presence, copies=False)
+            self.want(block, part.ids)
+            found.add_rows(part)
             yield
         return found
-
-    def _sent(self, block: int, payload: bytes, presence: bytes) -> RowGradients:
-        """A payload of a primary's sum, for which memory is found as it was there."""
-        return self.decode(block, self._codec, payload, presence, is_pushed=False)
 
     # --- updates
 
