@@ -10,6 +10,8 @@ Rules:
     - Transfers are made by other threads, in pieces, so that a disk has several to do.
     - Positions are taken at the file's end until half of the file is free, so that most writes
       are one piece; then the free ones are taken, in order.
+    - On a disk that is full, those free ones are taken that the file has space for. Positions
+      behind its end, which the disk has refused, are none any more.
 
 Invariants:
     RF-1  A position that a transfer is under way for is not taken.
@@ -40,6 +42,9 @@ _MOST_PIECES = 8
 _LEAST_COUNT = 1024
 _WINDOW_COUNT = 65_536
 """Positions that are looked at together."""
+
+_MOST_WINDOWS = 16
+"""So many times in one turn of the loop, if there may be too few free ones."""
 
 
 class RecordFile(Protocol):
@@ -76,31 +81,45 @@ class Positions:
         self._free_count = 0
         self._hand = 0
         self._eras: deque[_Era] = deque((_Era(),))
+        self._written_end = 0  # of those that the file has space for
+        self._has_refused = False  # there may be free ones behind it
         self.end = 0  # of those that were ever in use
         self.used_count = 0
 
     def take(self, count: int) -> Numbers:
         """Positions that are free, ascending."""
-        self.used_count += count
         if self._free_count < max(count, self.end // 2):
+            self.used_count += count
             begin, self.end = self.end, self.end + count
             if self.end > len(self._is_free):
                 more = np.zeros(max(self.end, _LEAST_COUNT), bool)  # twice as many
                 self._is_free = np.concatenate((self._is_free, more))
             return np.arange(begin, self.end)
-        found: list[Numbers] = []
-        left = count
-        while left:
-            if self._hand >= self.end:
+        return self._sweep(count, self.end)
+
+    def retake(self, count: int) -> Numbers:
+        """So many free positions, or fewer, that the file has space for, ascending."""
+        end = self._written_end
+        return self._sweep(count, end, min(_MOST_WINDOWS, end // _WINDOW_COUNT + 2))
+
+    def _sweep(self, count: int, end: int, window_count: int = -1) -> Numbers:
+        """The next so many free positions below `end`; fewer, if so many windows have fewer."""
+        found: list[Numbers] = [np.empty(0, np.int64)]
+        left = min(count, self._free_count)
+        while left and window_count:
+            window_count -= 1
+            if self._hand >= end:
                 self._hand = 0
-            window = self._is_free[self._hand : min(self._hand + _WINDOW_COUNT, self.end)]
+            window = self._is_free[self._hand : min(self._hand + _WINDOW_COUNT, end)]
             some = np.flatnonzero(window)[:left]
             window[some] = False
             found.append(some + self._hand)
             left -= len(some)
             self._hand += len(window) if left else int(some[-1]) + 1
-        self._free_count -= count
-        return np.sort(np.concatenate(found))
+        taken = np.sort(np.concatenate(found))
+        self._free_count -= len(taken)
+        self.used_count += len(taken)
+        return taken
 
     def free(self, positions: Numbers) -> None:
         """Free positions, each once."""
@@ -108,6 +127,15 @@ class Positions:
             self.used_count -= len(positions)
             self._eras[-1].freed.append(positions)
             self._free_now()
+
+    def written(self, positions: Numbers) -> None:
+        """The file reaches behind these positions."""
+        self._written_end = max(self._written_end, int(positions[-1]) + 1)
+
+    def refused(self, positions: Numbers) -> None:
+        """Free positions, each once, that the disk did not take."""
+        self._has_refused = True
+        self.free(positions)
 
     def open(self) -> _Era:
         """Begin a transfer; what is freed from now on is not taken before it ends."""
@@ -129,8 +157,12 @@ class Positions:
                 self._free_count += len(positions)
             self._eras[0].freed.clear()
             if len(self._eras) == 1:
-                return
+                break
             self._eras.popleft()
+        if self._has_refused and bool(self._is_free[self._written_end : self.end].all()):
+            self._is_free[self._written_end : self.end] = False
+            self._free_count -= self.end - self._written_end
+            self.end, self._has_refused = self._written_end, False
 
 
 class Transfer(NamedTuple):
@@ -216,11 +248,10 @@ class RowFile:
         for part in parts:
             part.pieces.append(waiting)
 
-    def write(self, records: Records) -> Transfer:
-        """Begin to write records to free positions, which these are then in use."""
-        era, positions = self.positions.open(), self.positions.take(len(records))
+    def write(self, records: Records, positions: Numbers) -> Transfer:
+        """Begin to write records to positions that were taken for them."""
         pieces = (self._submit(lambda: self._writes(records, positions)),)
-        return Transfer(positions, records, pieces, era)
+        return Transfer(positions, records, pieces, self.positions.open())
 
     def end(self, transfer: Transfer) -> None:
         """Forget a transfer. A caller that drops one does this, too, when it is done."""

@@ -33,7 +33,7 @@ class RowTier:
         self.least_frame_count = least_frame_count
         self.fetched_count = self.written_count = self.frame_bytes = 0
         self.failure: OSError | None = None
-        self._is_tried = True
+        self._is_tried = self._is_retried = True
 
     def file(self, record_bytes: int) -> RowFile:
         """A file for rows of one table."""
@@ -41,20 +41,30 @@ class RowTier:
 
     @property
     def takes(self) -> bool:
-        """True if rows may be written: the disk took the last ones, or may be tried again."""
+        """True if files may get larger: the disk took the last rows, or may be tried again."""
         return self._is_tried
+
+    @property
+    def retakes(self) -> bool:
+        """True if rows may be written in place of others."""
+        return self._is_retried
 
     def measured(self, frame_bytes: int) -> None:
         """Take the bytes of all frames. Since the last call the disk may have got space."""
-        self.frame_bytes, self._is_tried = frame_bytes, True
+        self.frame_bytes, self._is_tried, self._is_retried = frame_bytes, True, True
 
-    def took(self) -> None:
-        """The disk took some rows."""
-        self.failure, self._is_tried = None, True
+    def took(self, may_grow: bool) -> None:
+        """The disk took some rows; in place of others, if their file might not get larger."""
+        if may_grow:
+            self.failure, self._is_tried = None, True
 
-    def refused(self, failure: OSError) -> None:
+    def refused(self, failure: OSError, may_grow: bool) -> None:
         """The disk did not take some rows."""
-        self.failure, self._is_tried = failure, False
+        self.failure = failure
+        if may_grow:
+            self._is_tried = False
+        else:
+            self._is_retried = False
 
 
 def _nothing(_: Exception) -> None: ...

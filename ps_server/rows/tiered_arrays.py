@@ -14,8 +14,11 @@ Rules:
       once, which holds the caller up; and if all frames are in use, there is one more.
     - A clean row is dropped without another write. A change makes its record free.
     - All rows are read in passing for copies and checkpoints: these are not fetched.
-    - If the disk takes nothing, rows stay in memory. If it does not give back what it has, the
-      server ends: others have its rows (`RowsLost`).
+    - If the disk has no more space, rows take that of records that are free (`Positions.retake`);
+      without such, or if it takes nothing, they stay in memory. If it does not give back what it
+      has, the server ends: others have its rows (`RowsLost`).
+    - A push that comes between two steps of an update may end transfers, which changes the place of
+      rows. So no array of places is copied across a step.
 
 Invariants:
     TA-1  A row has a frame or a record, and who has which is told the same from both sides.
@@ -71,10 +74,11 @@ _FREE_SHARE, _WRITTEN_SHARE = 64, 32
 
 
 class _Write(NamedTuple):
-    """Rows that are on their way to the disk."""
+    """Rows that are on their way to the disk; `may_grow`, if their file may get larger by it."""
 
     frames: Numbers
     transfer: Transfer
+    may_grow: bool
 
 
 class _Fetch(NamedTuple):
@@ -144,7 +148,7 @@ class TieredArrays:
 
     def extending(self, count: int) -> Work[None]:
         """As of `RowArrays`. Waits for frames, if rows are being written."""
-        yield from self._kept.extending(count)
+        self._kept.extend(count)  # at once: what is written between two steps would be lost
         numbers = np.arange(self._count, count)
         self._end_transfers()
         self._make_space(len(numbers))
@@ -347,16 +351,17 @@ class TieredArrays:
 
     def _written(self, write: _Write) -> None:
         """Drop rows that the disk has, unless they were used or changed meanwhile."""
-        frames, transfer = write
+        frames, transfer, may_grow = write
         self._put_frames(_WRITING, frames, 0)
         same = self._get_frames(_POSITION, frames) == transfer.positions
         if transfer.failure is None:
-            self._tier.took()
+            self._tier.took(may_grow)
+            self._file.positions.written(transfer.positions)
             is_idle = self._get_frames(_RECENT, frames) == 0
             self._drop(frames[same & is_idle])
         else:
-            self._tier.refused(transfer.failure)
-            self._file.positions.free(transfer.positions[same])
+            self._tier.refused(transfer.failure, may_grow)
+            self._file.positions.refused(transfer.positions[same])
             self._put_frames(_POSITION, frames[same], -1)
         self._file.end(transfer)
 
@@ -435,12 +440,17 @@ class TieredArrays:
         is_clean = self._get_frames(_POSITION, frames) >= 0
         self._drop(frames[is_clean])
         dirty = frames[~is_clean]
-        if len(dirty) and self._tier.takes:
-            transfer = self._file.write(self._packed(dirty))
+        may_grow, space = self._tier.takes, self._file.positions
+        if not (may_grow or self._tier.retakes):
+            return
+        positions = space.take(len(dirty)) if may_grow else space.retake(len(dirty))
+        dirty = dirty[: len(positions)]
+        if len(dirty):
+            transfer = self._file.write(self._packed(dirty), positions)
             self._tier.written_count += len(dirty)
             self._put_frames(_POSITION, dirty, transfer.positions)
             self._put_frames(_WRITING, dirty, 1)
-            self._writes.append(_Write(dirty, transfer))
+            self._writes.append(_Write(dirty, transfer, may_grow))
 
     def _idle(self, count: int) -> Numbers:
         """Frames whose rows were not used for long: a hand goes around them."""

@@ -4,6 +4,7 @@ RF-1).
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from random import Random
 from typing import NamedTuple
@@ -20,9 +21,11 @@ from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import Eviction, RowsSpec, RowStorage, TableSpec
 from ps_core.work import Work, at_once
+from ps_server.rows.reserved_memory import FIRST_BYTES
 from ps_server.rows.row_arrays import Column
-from ps_server.rows.row_file import RowFile
+from ps_server.rows.row_file import Records, RowFile
 from ps_server.rows.row_index import Moves
+from ps_server.rows.row_kernels import Numbers
 from ps_server.rows.row_memory import RowMemory
 from ps_server.rows.row_tier import RowTier
 from ps_server.rows.tiered_arrays import RowsLost, TieredArrays
@@ -31,7 +34,7 @@ from ps_server.values.row_pieces import PartitionSnapshot
 from ps_server.values.row_store import RowStore
 from ps_server.values.store_copy import IDS as ROW_IDS
 from ps_server.values.store_copy import VALUES
-from tests.deferred_disk import Deferred, DeferredDisk, FewFrames
+from tests.deferred_disk import Deferred, DeferredDisk, DeferredFile, FewFrames
 from tests.examples import examples
 
 LENGTH, PARTITIONS, SEED = 3, 2, 5
@@ -123,7 +126,7 @@ class Both:
             for block, own in self.by_partition(ids).items():
                 values = np.full((len(own), LENGTH), 1 + self.clock % 3, np.float32)
                 payload = payload_of(own, values)
-                part = store.decode(block, Codec.FP32, payload, b"", is_pushed=False)
+                part = store.decode(block, Codec.FP32, payload, b"")
                 store.accumulate(self.clock, [(block, part)], 1.0)
             some_steps(store.applying(self.clock, store.take(self.clock), (), 1), self.draws)
         self.clock += 1
@@ -323,8 +326,8 @@ class OneColumn:
 
     COUNT = 128
 
-    def __init__(self) -> None:
-        self.disk = SlowDisk()
+    def __init__(self, disk: SlowDisk | None = None) -> None:
+        self.disk = disk or SlowDisk()
         tier = RowTier(self.disk, least_frame_count=1)
         self.memory = SetFrames(tier=tier)
         columns = {VALUES: Column(1, np.dtype(np.float32))}
@@ -369,3 +372,67 @@ def test_a_row_whose_frame_an_earlier_write_had_is_not_dropped_before_its_own_ha
     rows.make_space(0)
     assert rows.values(left_count) == [left_count, *range(1, left_count)]
     arrays.audit()
+
+
+class SmallFile(DeferredFile):
+    """A file that the disk has space for, up to `COUNT` records."""
+
+    COUNT = 96
+
+    def write(self, records: Records, positions: Numbers) -> None:
+        if int(positions[-1]) >= self.COUNT:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(records, positions)
+
+
+class SmallDisk(SlowDisk):
+    def file(self) -> SmallFile:
+        return SmallFile(self)
+
+
+def test_rows_take_the_space_of_others_on_a_disk_that_is_full() -> None:
+    rows = OneColumn(SmallDisk())
+    arrays, tier = rows.arrays, rows.memory.tier
+    assert tier is not None
+
+    def disk_row_count_after(write_count: int) -> int:
+        for _ in range(write_count):
+            rows.make_space(-8)
+            for write in rows.disk.begun:
+                write.result()
+        rows.make_space(0)
+        return arrays.memory_use(rows.COUNT).disk_row_count
+
+    while tier.failure is None:
+        before = disk_row_count_after(1)
+    assert SmallFile.COUNT // 2 < before <= SmallFile.COUNT
+    changed = np.arange(16)
+    arrays.put(VALUES, arrays.places(changed), changed[:, None].astype(np.float32))
+    tier.measured(0)  # the disk is tried again
+    assert disk_row_count_after(16) >= before, "as many as before have left"
+    assert tier.failure is not None, "it has not taken more"
+    arrays.audit()
+    assert rows.values(rows.COUNT) == list(range(rows.COUNT))
+
+
+class ManyRows(OneColumn):
+    """The places of its rows fill their first slab."""
+
+    COUNT = FIRST_BYTES // 4
+
+
+def test_rows_that_leave_while_places_move_to_a_larger_slab_are_found() -> None:
+    """A push that comes between two steps of an update ends the disk's writes."""
+    rows = ManyRows()
+    arrays = rows.arrays
+    while len(rows.disk.begun) < 2:
+        rows.make_space(-rows.COUNT // 16)
+        for write in rows.disk.begun:
+            write.result()
+    assert arrays.memory_use(rows.COUNT).disk_row_count, "of the first write; the other's leave now"
+    for waiting in arrays.extending(rows.COUNT + 1):
+        arrays.want(np.arange(rows.COUNT))
+        if waiting is not None:
+            waiting.result()
+    arrays.audit()
+    assert rows.values(rows.COUNT) == list(range(rows.COUNT))

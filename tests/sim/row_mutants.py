@@ -209,8 +209,8 @@ ROW_MUTANTS = (
         "a disk that is full takes rows",
         "S11",
         _TIERS,
-        "        if transfer.failure is None:\n            self._tier.took()",
-        "        if True:\n            self._tier.took()",
+        "        if transfer.failure is None:\n            self._tier.took(may_grow)",
+        "        if True:\n            self._tier.took(may_grow)",
         _STEPS,
     ),
     Mutant(
