@@ -125,17 +125,19 @@ async def _serve(settings: ServerConfig) -> None:
         while True:
             try:
                 async with contextlib.AsyncExitStack() as stack:
-                    membership = _Membership(settings, server, stop, stack)
-                    await membership.run(attach, metrics, node_metrics)
+                    await _Membership(settings, server, stop, stack).run(
+                        attach, metrics, node_metrics
+                    )
             except Fenced as error:
                 if not error.retry_after_ms and not isinstance(error, ForeignCluster):
                     raise
                 logs.info("registering_again", reason=error.message)
-                servicer.drain()
+                servicer.detach()
+                backups.detach()
                 gc.unfreeze()
             else:
                 return
-            gc.collect()
+            gc.collect()  # the update log may have as many values as there were
 
     running = asyncio.create_task(run())
     end_s = 0.0

@@ -107,6 +107,14 @@ class Shards:
         self.pool = BufferPool()
         self.segments = ValueSegments(lanes)
 
+    def clear(self) -> None:
+        """Let go of all values, and of the memory for work on them."""
+        self.stores.clear()
+        self._ready.clear()
+        self.snapshots = None
+        self.pool = BufferPool()
+        self.segments = ValueSegments(self.lanes)
+
     @property
     def state_bytes(self) -> int:
         """Bytes of parameters and optimizer state."""

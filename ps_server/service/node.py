@@ -364,11 +364,13 @@ class ParameterNode:
             effects += self.machine.entry(event, now_s)
         return effects
 
+    def _leaving(self) -> Draining:
+        problem = f"server {self.session.node_id} is going away"
+        return Draining(problem, retry_after_ms=_DRAIN_RETRY_MS)
+
     def drain(self) -> None:
         """Refuse everything that waits: the server is going away."""
-        leaving = Draining(
-            f"server {self.session.node_id} is going away", retry_after_ms=_DRAIN_RETRY_MS
-        )
+        leaving = self._leaving()
         self.collectives.drain(leaving)
         for stream in self._streams.values():
             stream.end_input(leaving)
@@ -535,6 +537,14 @@ class ParameterNode:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def forget(self) -> None:
+        """Let go of the values: the server begins anew, and its update log may have as many. Calls
+        that are still under way are refused.
+        """
+        self.health.on_failure = _nothing
+        self.health.failed(self._leaving())
+        self.shards.clear()
 
     # --- effects
 

@@ -71,6 +71,10 @@ class ReplicationServicer(replication_pb2_grpc.ReplicationServiceServicer):
         """The server has registered: serve `node`."""
         self._node = node
 
+    def detach(self) -> None:
+        """The node's timeline has ended."""
+        self._node = None
+
     @translated
     async def Replicate(  # noqa: N802 - the contract's name
         self,

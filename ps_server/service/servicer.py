@@ -73,6 +73,13 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         if self._attached is not None:
             self._attached.drain()
 
+    def detach(self) -> None:
+        """As `drain`, and let go of the node, whose timeline has ended."""
+        self.drain()
+        if self._attached is not None:
+            self._attached.forget()
+            self._attached = None
+
     @property
     def _node(self) -> ParameterNode:
         if self._attached is None:
@@ -281,7 +288,7 @@ async def _range_stats(node: ParameterNode, table_id: int) -> parameters_pb2.Get
     for place in sorted(place for place in node.machine.shards if table_id in (0, place[0])):
         await node.turns.breathe()
         part = node.machine.shards.get(place)
-        if part is None:
+        if part is None or place not in node.shards.stores:
             continue
         stats = response.ranges.add(
             range_id=place[1],

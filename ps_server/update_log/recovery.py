@@ -10,7 +10,8 @@ Rules:
     - A claim says too that nobody has seen anything of the ranges that it does not name. So a log
       claims all of its ranges or none, and one that may have lost frames claims none, ever: its
       server writes another log, under another id. A log that is not synced may have lost frames
-      when the machine is started again; one that has no segment may have lost all.
+      when the machine is started again; one that has no segment may have lost all. Two boots that
+      the system names by no id may be two.
     - Recovered values of another timeline than the cluster's are dropped.
     - A damaged log claims nothing; it is set aside, and another begins.
     - Ranges that are not claimed are withheld. Their segments stay beside the bound until each of
@@ -218,7 +219,8 @@ def _warn_of(claim: Claimable) -> None:
     else:
         reason = (
             "it may have lost frames: it has no segment, or was not synced before the machine was "
-            "started again. What the server writes now is another log"
+            "started again, or the system has no boot id that tells. What the server writes now is "
+            "another log"
         )
         remedy = "nothing, if other servers go on with its ranges; else restore a checkpoint"
     logs.warning("update_log_not_claimed", ranges=len(claim.withheld), reason=reason, remedy=remedy)
@@ -251,7 +253,8 @@ def durable_segments(headers: Mapping[int, UpdateLogHeader], boot: str) -> set[i
         header = headers[number]
         if header.is_synced:
             synced_boots.add(header.boot_id)
-        if header.is_synced or header.boot_id in {boot, *synced_boots}:
+        boots = {boot, *synced_boots} - {""}  # without an id it may have been another one
+        if header.is_synced or header.boot_id in boots:
             found.add(number)
     return found
 

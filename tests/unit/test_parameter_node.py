@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from ps_core.cluster_view import ClusterView, Node, NodeState, Role, Session
-from ps_core.errors import Fenced, Unauthenticated
-from ps_core.keys import Incarnation, NodeId
+from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role, Session
+from ps_core.errors import Draining, Fenced, Recovering, Unauthenticated
+from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
+from ps_core.tables.elements import DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import RowsSpec, TableSpec
 from ps_runtime.cluster import wire
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.service.node import ParameterNode
+from ps_server.service.servicer import ParameterServicer
 
 KEY = b"k" * 16
 SERVER = Session("cluster", b"t" * 16, NodeId(1), Incarnation(10), Role.SERVER)
@@ -74,3 +81,38 @@ def test_a_silent_node_may_still_speak(node: ParameterNode) -> None:
     """The scheduler may have missed its heartbeats; the server has it on the line."""
     node.observe(_view(1, NodeState.SILENT))
     node.sessions.admit(wire.session_to_proto(_signed(WORKER)), "Push")
+
+
+def test_a_node_whose_timeline_has_ended_holds_no_values(node: ParameterNode) -> None:
+    """Metrics and calls under way still hold the node while the next one recovers its update log,
+    which may have as many values.
+    """
+
+    async def view_at_least(number: int, within_s: float) -> None:
+        del number, within_s
+
+    sgd = OptimizerSpec(OptimizerKind.SGD, (("lr", 0.1),))
+    specs = (
+        TableSpec("model", DType.FLOAT32, 64, sgd),
+        TableSpec("rows", DType.FLOAT32, 4, sgd, rows=RowsSpec(2)),
+    )
+    tables = tuple(Table(TableId(1 + n), n, each.validated()) for n, each in enumerate(specs))
+    ranges = tuple(
+        RangeAssignment(RangeId(n), slots, AssignmentEpoch(1), NodeId(1))
+        for n, slots in enumerate(key_ranges(2))
+    )
+    servicer = ParameterServicer()
+    servicer.attach(node, view_at_least)
+    node.observe(ClusterView(1, "cluster", 1, 1, (), ranges, tables))
+    held = [weakref.ref(store) for store in node.shards.stores.values()]
+    assert len(held) >= len(tables)
+    failures: list[Exception] = []
+    node.health.on_failure = failures.append
+    servicer.detach()
+    gc.collect()
+    assert [ref() for ref in held] == [None] * len(held)
+    assert not failures, "it has not failed"
+    with pytest.raises(Draining, match="server 1 is going away"):
+        node.begin_cut(_signed(WORKER), TableId(1), 1, 1.0)
+    with pytest.raises(Recovering, match="has not registered yet"):
+        servicer._node  # noqa: B018 - as a call does

@@ -21,7 +21,8 @@ from ps_server.replay.run_log import read_run
 from ps_server.stores import Shards
 from ps_server.update_log.directory import LogDirectory, boot_id, segments_in
 from ps_server.update_log.format import MAGIC
-from ps_server.update_log.recovery import RecoveredLog, open_log, read_log
+from ps_server.update_log.recovery import RecoveredLog, durable_segments, open_log, read_log
+from pushpull.v1.update_log_pb2 import UpdateLogHeader
 from tests.unit.written_logs import LEFT, RIGHT, Owner, SyncedLog, WrittenLog
 
 DEADLINE_S = 1.0
@@ -53,6 +54,19 @@ def test_a_segment_that_was_torn_when_it_was_begun_is_no_damage_later(tmp_path: 
         log.taken_over(owner)
         log.record(owner.update(owner.number + 1))
     assert opened(tmp_path).replicas[LEFT].number == owner.number == 5
+
+
+def test_a_boot_without_an_id_is_no_other_one() -> None:
+    """Where the system does not say, the machine may have been started again meanwhile."""
+
+    def headers(boot: str, *are_synced: bool) -> dict[int, UpdateLogHeader]:
+        made = (UpdateLogHeader(boot_id=boot, is_synced=each) for each in are_synced)
+        return dict(enumerate(made, start=1))
+
+    assert durable_segments(headers("this", False, True, False), "this") == {1, 2, 3}
+    assert durable_segments(headers("", False, True, False), "") == {2}
+    assert durable_segments(headers("this", False, True, False), "") == {1, 2}
+    assert durable_segments(headers("", False), "this") == set()
 
 
 def test_what_is_of_another_timeline_is_of_no_cluster(tmp_path: Path) -> None:
