@@ -32,7 +32,7 @@ from ps_core.change import ChangeOutcome, Join, TableChange, TableCut
 from ps_core.cluster_view import Node
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidConfig, Overloaded, TableNotFound
-from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.tables.table import Table
 from scheduler.machine import view_size
 from scheduler.machine.state import (
@@ -169,8 +169,15 @@ class TableChanges:
 
     def ended(self, node: Node) -> None:
         """Drop the due joins of a worker whose membership has ended."""
-        for due in self._state.joins_due.values():
-            due[:] = [join for join in due if join.incarnation != node.incarnation]
+        for table_id in list(self._state.joins_due):
+            self._due_no_more(table_id, node.incarnation)
+
+    def _due_no_more(self, table_id: TableId, incarnation: Incarnation) -> None:
+        """Drop the due join of a worker, if the table has one; the last one with its list."""
+        due = self._state.joins_due.get(table_id, [])
+        due[:] = [join for join in due if join.incarnation != incarnation]
+        if not due:
+            self._state.joins_due.pop(table_id, None)
 
     def joined_before(self, run: str, worker_count: int) -> tuple[Join, ...]:
         """Joins of replacement workers and late joiners, for a table that is created now."""
@@ -203,8 +210,7 @@ class TableChanges:
         return proposed
 
     def _joined(self, table: Table, join: Join) -> Table:
-        due = self._state.joins_due[table.table_id]
-        due[:] = [other for other in due if other.incarnation != join.incarnation]
+        self._due_no_more(table.table_id, join.incarnation)  # it is not, if the worker has ended
         others = (other for other in table.joins if other.rank != join.rank)
         return replace(table, joins=tuple(sorted((*others, join), key=lambda j: j.rank)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import TypeVar
 
 from hypothesis import settings
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from ps_core import errors, limits
-from ps_core.change import ChangeOutcome
+from ps_core.change import ChangeOutcome, TableChange
 from ps_core.cluster_view import ClusterView, NodeState, Role, Session
 from ps_core.consistency import Consistency, Mode
-from ps_core.keys import Incarnation, NodeId
+from ps_core.keys import Incarnation, NodeId, TableId
 from ps_core.tables.elements import DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table_spec import TableSpec
@@ -381,14 +382,7 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
     @staticmethod
     def same_state(was: ClusterState, found: ClusterState) -> None:
         """But for what ends with a scheduler, and room that nobody needs."""
-        ends = {
-            "proposals",
-            "withdrawals",
-            "checkpoint",
-            "counted_joins",
-            "view_bytes",
-            "joins_due",
-        }
+        ends = {"proposals", "withdrawals", "checkpoint", "counted_joins", "view_bytes"}
         for each in fields(ClusterState):
             if each.name not in ends:
                 assert getattr(found, each.name) == getattr(was, each.name), each.name
@@ -396,8 +390,6 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
         assert found.counted_joins <= was.counted_joins
         lacking = view_size.JOIN_BYTES * (len(was.counted_joins) - len(found.counted_joins))
         assert found.view_bytes == was.view_bytes - lacking
-        for table_id in was.joins_due.keys() | found.joins_due.keys():
-            assert found.joins_due.get(table_id, []) == was.joins_due.get(table_id, [])
 
     @invariant()
     def the_journal_is_written(self) -> None:
@@ -468,6 +460,7 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
             newest = {n.session.rank: n for n in late if not n.has_left}
             assert {n.session.incarnation for n in newest.values()} <= {*due, *there}
             if due and table.proposed is not None:
+            assert due or table.table_id not in state.joins_due
                 assert table.proposed.join is not None
 
     @rule(data=st.data(), clock=st.integers(0, 9))
@@ -494,6 +487,42 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
         assert wire.view_from_proto(message) == self.cluster.view
         fixed_bytes = view_size.fixed_bytes("c", RANGE_COUNT, 1)
         assert message.ByteSize() <= fixed_bytes + self.cluster._state.view_bytes
+    @rule(again=st.booleans(), ends=st.booleans())
+    def settle(self, *, again: bool, ends: bool) -> None:
+        """Servers promise all that is proposed, and the first ranges take it: for workers that have
+        ended meanwhile too, and where another scheduler has come.
+        """
+        servers = self.twin.alive_servers()
+        for table in self.cluster.view.tables:
+            change = table.proposed
+            for server in servers if change is not None and not change.is_decided else ():
+                self.say(server, table.table_id, change, None)
+        joining = [t.proposed.join for t in self.cluster.view.tables if t.proposed is not None]
+        late = {join.incarnation for join in joining if join is not None}
+        for node in self.twin.nodes if ends else ():
+            if node.session.incarnation in late and not node.has_left:
+                session = node.session
+                self.expect(partial(self.cluster.deregister, session, "", self.now_s), None)
+                node.has_left = True
+        if again:
+            self.the_journal_is_written()
+            self.start_again(self.now_s)
+        for table in self.cluster.view.tables if servers else ():
+            if table.proposed is not None and table.proposed.is_decided:
+                self.say(servers[0], table.table_id, table.proposed, ChangeOutcome.TAKEN)
+                assert self.cluster.view.tables_by_id[table.table_id].proposed is None
+
+    def say(
+        self,
+        server: TwinNode,
+        table_id: TableId,
+        change: TableChange | None,
+        outcome: ChangeOutcome | None,
+    ) -> None:
+        assert change is not None
+        said = table_id, change.number, change.after_clock, outcome
+        self.expect(partial(self.cluster.prepare_change, server.session, *said), None)
+
 
 
 TestClusterAgainstTwin = ClusterAgainstTwin.TestCase

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ps_core.change import ChangeOutcome, TableChange
+from ps_core.change import ChangeOutcome, Join, TableChange
 from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.consistency import parsed
 from ps_core.errors import InvalidJournal, Recovering
@@ -157,6 +157,23 @@ def test_who_was_to_join_is_proposed_again() -> None:
     assert proposed.change.join is not None
     assert proposed.change.join.incarnation == successor.incarnation
     assert proposed.change.number == 2
+
+
+def test_a_decided_join_is_taken_though_its_worker_has_ended() -> None:
+    """As by the scheduler that decided it."""
+    for is_again in (False, True):
+        cluster, servers, workers = formed(worker_timeout_s=20.0)
+        cluster.pass_time(21.0, *servers, workers[0])
+        successor = cluster.join(Role.WORKER)
+        for server in servers:
+            cluster.cluster.prepare_change(server, MODEL, 1, 5)
+        cluster.leave(successor)
+        if is_again:
+            cluster.start_again()
+        cluster.cluster.prepare_change(servers[0], MODEL, 1, 5, ChangeOutcome.TAKEN)
+        (table,) = cluster.cluster.view.tables
+        assert table.proposed is None
+        assert table.joins == (Join(1, successor.incarnation, 5),)
 
 
 def test_one_that_ended_in_the_middle_may_be_followed_for_as_long_as_was_left() -> None:
