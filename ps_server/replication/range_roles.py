@@ -12,7 +12,8 @@ Rules:
       nobody else has, and joins anew, from nothing.
     - A range's initial holders begin it empty, once, whichever epoch they hear of first: nobody has
       seen records that they were not sent. A server that has left the range since has missed
-      records, and tells the scheduler that the range is missing.
+      records, and tells the scheduler that the range is missing. Of an empty range that is placed
+      anew it has missed nothing: that has had no primary, or makes this server an initial holder.
     - Nothing of a removed table is taken or given, though its records keep their numbers: the views
       of a primary and its backups may differ for a while.
 
@@ -111,6 +112,7 @@ class Replication:
         """
         effects = yield from self._removing(self.removed_by(view))
         given_up: set[RangeId] = set()
+        self._had -= self._placed_anew(view)
         self._view = view
         self.renewed, self.deposed = set(), set()
         self._with_catching_up = [r for r in view.ranges if r.catching_up]
@@ -186,8 +188,22 @@ class Replication:
         reads = primary.log.take_out(lambda held: isinstance(held, AnswerPull | RefusePull))
         return [RefusePull(held.waiter, held.table_id, range_id, error) for held in reads]  # type: ignore[attr-defined]
 
+    def _placed_anew(self, view: ClusterView) -> set[RangeId]:
+        """Ranges that were empty at some moment since the view before: they have no primary, or
+        this server has become an initial holder, which no other event makes of one.
+        """
+        if self._view is None:
+            return set()
+        own = self._node_id
+        return {
+            new.range_id
+            for old, new in zip(self._view.ranges, view.ranges, strict=True)
+            if new.primary is None
+            or (own in new.initial_holders and own not in old.initial_holders)
+        }
+
     def _may_begin(self, assignment: RangeAssignment) -> bool:
-        """True if this server has held the range since it was placed, and never had any of it."""
+        """True if this server has held the range since it was placed, and had none of it since."""
         range_id = assignment.range_id
         return self._node_id in assignment.initial_holders and range_id not in self._had
 

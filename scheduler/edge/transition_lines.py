@@ -32,6 +32,7 @@ from scheduler.machine.state import (
     RangesFailedOver,
     RangesLost,
     RangesPlaced,
+    RangesUnplaced,
     RunBegun,
     RunEnded,
     RunRemoved,
@@ -67,6 +68,8 @@ def log_transition(transition: Transition) -> None:
         case RangesLost(primary, range_ids, is_wanted):
             say = logs.info if is_wanted else logs.error
             say("ranges_lost", ranges=len(range_ids), **_named(primary))
+        case RangesUnplaced(primary, range_ids):
+            logs.info("ranges_unplaced", ranges=len(range_ids), **_named(primary))
         case BackupsSet():
             _log_backups(transition)
         case JoinersNamed(named, dropped):

@@ -4,9 +4,10 @@
                         --primary requests-->     the requested set
                         --its log comes back-->   [the server that came with the log]
                         --it is missing values--> [a live backup, the others]
+    no holder returns   --it has no values-->     no primary, until the next table places it anew
     too few backups     --a server is free-->     it catches up; the primary requests it afterwards
 
-Each of the first four begins the next epoch. The scheduler only decides configurations; backups
+Each of the first five begins the next epoch. The scheduler only decides configurations; backups
 decide whether a primary may serve (`ps_server.replication`).
 
 Rules:
@@ -21,6 +22,8 @@ Rules:
       later holder is let in when it has everything.
     - A primary that is missing the values of a range reports it: the other backups are tried, each
       once. When none is left, the range is lost.
+    - A range without values (a removed run had them) is never lost: it has no primary any more.
+      When it is placed again, its backups catch up, because a server may have held it before.
     - A primary's update log has everything that it committed. A server that has the log has its
       lock, so the old primary is dead, silent or not (SEMANTICS S13).
     - A server catches up until the epoch ends or it leaves, silent or not, because it drops its
@@ -47,9 +50,12 @@ from scheduler.machine.state import (
     JoinersNamed,
     RangesFailedOver,
     RangesLost,
+    RangesUnplaced,
     Transition,
     UpdateLogClaim,
 )
+
+_PLACED_EPOCH = AssignmentEpoch(2)  # of a range that is placed for the first time
 
 
 class Configurations:
@@ -60,10 +66,12 @@ class Configurations:
         self._backup_count = replica_count - 1
 
     def place_backups(self, range_ids: Iterable[RangeId]) -> None:
-        """Give backups to empty ranges whose primaries were just placed."""
+        """Give backups to ranges whose primaries were just placed, for the first time."""
         servers = _Servers(self._state)
         for range_id in range_ids if self._backup_count else ():
             old = self._state.ranges[range_id]
+            if old.assignment_epoch > _PLACED_EPOCH:
+                continue
             backups = tuple(servers.free_for(old)[: self._backup_count])
             new = replace(old, backups=backups, initial_holders=(*old.initial_holders, *backups))
             servers.move(old, new)
@@ -71,13 +79,14 @@ class Configurations:
 
     def look(self) -> list[Transition]:
         """Promote backups of silent primaries, let servers catch up where backups are too few, and
-        note lost ranges: after a server fell silent, was heard again, registered or left.
+        note ranges that no server will bring back: after a server fell silent, was heard again,
+        registered or left.
         """
         if self._state.finished:
             return []
         gone = [r.range_id for r in self._state.ranges if r.in_sync
                 and not any(map(self._may_come_back, r.in_sync))]  # fmt: skip
-        transitions = self._note_lost(gone)
+        transitions = self._give_up(gone)
         if not self._backup_count:
             return transitions
         servers = _Servers(self._state)
@@ -114,7 +123,8 @@ class Configurations:
         return _Servers(self._state).living
 
     def held_alone(self, node_id: NodeId, doubted: Collection[NodeId] = ()) -> tuple[RangeId, ...]:
-        """Ranges of a server that no other live server outside `doubted` holds in sync.
+        """Ranges with values, of a server, that no other live server outside `doubted` holds in
+        sync.
 
         Without the ranges that come back with the server's update log: no live server would take
         them over, and none ever was failed over. A failed-over range may not be in the log yet.
@@ -127,6 +137,7 @@ class Configurations:
             for r in self._state.ranges
             if node_id in r.in_sync
             and sure.isdisjoint(r.in_sync)
+            and self._state.range_bytes.get(r.range_id)
             and not (
                 has_log
                 and r.range_id not in self._state.failed_over
@@ -181,18 +192,27 @@ class Configurations:
         servers.members.discard(primary)  # it is not asked again
         lost = [r for r in range_ids if not self._state.ranges[r].backups]
         transitions = self._promoted(servers, [r for r in range_ids if r not in lost])
-        return transitions + self._note_lost(lost)
+        return transitions + self._give_up(lost)
 
-    def _note_lost(self, range_ids: Iterable[RangeId]) -> list[Transition]:
-        """No server has the values of these; noted once."""
+    def _give_up(self, range_ids: Iterable[RangeId]) -> list[Transition]:
+        """No server will bring these back: they are lost, noted once, or unplaced if empty."""
         lost: dict[NodeId, list[RangeId]] = {}
+        unplaced: dict[NodeId, list[RangeId]] = {}
         for old in [self._state.ranges[range_id] for range_id in range_ids]:
-            if old.primary is not None and not old.is_lost:
+            if old.primary is None:
+                continue
+            if not self._state.range_bytes.get(old.range_id):
+                gone = replace(old, primary=None, backups=(), catching_up=(), is_lost=False)
+                self._commit(gone)
+                self._state.failed_over.discard(old.range_id)
+                unplaced.setdefault(old.primary, []).append(old.range_id)
+            elif not old.is_lost:
                 self._state.ranges[old.range_id] = replace(old, is_lost=True)
                 lost.setdefault(old.primary, []).append(old.range_id)
+        members = self._state.members
         return [
-            RangesLost(self._state.members[primary].node, tuple(ids))
-            for primary, ids in lost.items()
+            *(RangesUnplaced(members[each].node, tuple(ids)) for each, ids in unplaced.items()),
+            *(RangesLost(members[each].node, tuple(ids)) for each, ids in lost.items()),
         ]
 
     def _may_come_back(self, node_id: NodeId) -> bool:

@@ -427,6 +427,16 @@ class RangesLost:
 
 
 @dataclass(frozen=True, slots=True)
+class RangesUnplaced:
+    """No server holds these ranges any more, or may come back to them, and they have no values: the
+    next table with blocks there places them anew.
+    """
+
+    primary: Node
+    range_ids: tuple[RangeId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BackupsSet:
     """A primary got the backups that it requested; `left_out` and `let_in` count ranges."""
 
@@ -522,6 +532,7 @@ Transition = (
     | RangesPlaced
     | RangesFailedOver
     | RangesLost
+    | RangesUnplaced
     | BackupsSet
     | JoinersNamed
     | DepartureAsked

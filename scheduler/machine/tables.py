@@ -3,6 +3,7 @@
 Rules:
     - A range gets its primary when the first table puts a block into it, and stays there while it
       holds blocks, except for failover (`scheduler.machine.configurations`).
+    - A range without blocks whose servers will not come back is placed anew by the next table.
     - Only servers that are alive get ranges, and only when `server_count` are: an early table must
       not lie on the few servers that came first. With replicas it is enough that as many were alive
       once, so a dead server delays nobody.
@@ -147,10 +148,10 @@ class TableCatalogue:
         for of_tables in (state.proposals, state.withdrawals, state.joins_due):
             of_tables.pop(table_id, None)
         for range_id, size_bytes in placement.bytes_by_range(table, range_count).items():
-            state.range_bytes[range_id] -= size_bytes
+            _subtract(state.range_bytes, range_id, size_bytes)
         held_bytes = 0
         for range_id, needed in server_memory.needed_by_range(table, range_count).items():
-            state.range_memory_bytes[range_id] -= needed.total
+            _subtract(state.range_memory_bytes, range_id, needed.total)
             held_bytes += needed.total * len(state.ranges[range_id].holders)
         return held_bytes
 
@@ -285,6 +286,13 @@ class TableCatalogue:
                 f"elements, {count} of them in range {range_id} of {len(self._state.ranges)}; "
                 f"expected at most {limits.MAX_RANGE_BLOCK_COUNT} in a range: take larger blocks"
             )
+
+
+def _subtract(held: dict[RangeId, int], range_id: RangeId, byte_count: int) -> None:
+    """Subtract bytes of a range, which is not in `held` while it has none."""
+    held[range_id] -= byte_count
+    if not held[range_id]:
+        del held[range_id]
 
 
 def comparable(spec: TableSpec) -> TableSpec:

@@ -8,9 +8,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ps_core.cluster_view import BackupRequest, NodeState, RangeAssignment, Role, Session
+from ps_core.cluster_view import (
+    BackupRequest,
+    ClusterView,
+    NodeState,
+    RangeAssignment,
+    Role,
+    Session,
+)
 from ps_core.errors import Fenced
-from ps_core.keys import AssignmentEpoch
+from ps_core.keys import AssignmentEpoch, RangeId
 from ps_core.tables.table_spec import TableSpec
 from ps_runtime.cluster import wire
 from scheduler.machine import view_size
@@ -25,8 +32,13 @@ STEP_S = 0.5
 class ConfigurationsAtWork(RuleBasedStateMachine):
     """Random events; after each, every change of a configuration is one that the rules allow."""
 
-    @initialize(replica_count=st.integers(2, 3), extra=st.integers(0, 2))
-    def form(self, replica_count: int, extra: int) -> None:
+    @initialize(
+        replica_count=st.integers(2, 3),
+        extra=st.integers(0, 2),
+        block_count=st.integers(1, 3),
+        stays=st.booleans(),
+    )
+    def form(self, replica_count: int, extra: int, block_count: int, *, stays: bool) -> None:
         self.harness = Harness(
             server_count=3, replica_count=replica_count, range_count=RANGE_COUNT, worker_count=1
         )
@@ -34,22 +46,38 @@ class ConfigurationsAtWork(RuleBasedStateMachine):
         self.servers = [self.harness.join(Role.SERVER) for _ in range(3 + extra)]
         self.worker = self.harness.join(Role.WORKER)
         self.table_count = 0
+        self.over: list[str] = []  # runs with one table, whose workers have left
         self.is_looked = False
         self.before = self.harness.cluster.view
-        self.make_table(3)
+        self.make_table(block_count, stays=stays)
 
-    @rule(block_count=st.integers(1, 3))
-    def make_table(self, block_count: int) -> None:
+    @rule(block_count=st.integers(1, 3), stays=st.booleans())
+    def make_table(self, block_count: int, *, stays: bool) -> None:
         """While one server lives a table can be made, unless a range of it has no living one."""
         self.table_count += 1
         spec = TableSpec(f"t{self.table_count}", SPEC.dtype, 64 * block_count, SPEC.optimizer, 64)
         self.harness.beat(self.worker)
-        made = self.harness.create(self.worker, spec)
+        if stays:
+            made = self.harness.create(self.worker, spec)
+        else:
+            self.over.append(f"r{self.table_count}")
+            worker = self.harness.join(Role.WORKER, run=self.over[-1], world_size=1)
+            made = self.harness.create(worker, spec)
+            self.harness.leave(worker)
         self.is_looked = False
         view = self.harness.cluster.view
         if isinstance(made, Created):
             held = made.table.blocks_by_range(RANGE_COUNT)
             assert all(view.ranges[r].primary in view.living_servers for r in held)
+
+    @rule(choice=st.data())
+    def remove_run(self, choice: st.DataObject) -> None:
+        """Its table is no more, and some ranges may be empty."""
+        if self.over:
+            name = choice.draw(st.sampled_from(self.over))
+            self.over.remove(name)
+            self.harness.cluster.remove_run(self.harness.join(Role.OPERATOR), name)
+            self.is_looked = False
 
     @rule(seconds=st.sampled_from([0.5, 4.0, 70.0]), choice=st.data())
     def pass_time(self, seconds: float, choice: st.DataObject) -> None:
@@ -71,9 +99,11 @@ class ConfigurationsAtWork(RuleBasedStateMachine):
             self.servers.append(self.harness.join(Role.SERVER))
             self.is_looked = False
 
-    @rule(choice=st.data())
-    def leave(self, choice: st.DataObject) -> None:
-        self.harness.leave(choice.draw(st.sampled_from(self.servers)))
+    @rule(choice=st.data(), count=st.sampled_from([1, 1, 1, 4]))
+    def leave(self, choice: st.DataObject, count: int) -> None:
+        for _ in range(count):
+            self.harness.leave(choice.draw(st.sampled_from(self.servers)))
+            self.look_at_what_changed()
 
     @rule(choice=st.data(), lag=st.sampled_from([0, 0, 0, 1]))
     def backup_request(self, choice: st.DataObject, lag: int) -> None:
@@ -115,6 +145,11 @@ class ConfigurationsAtWork(RuleBasedStateMachine):
         for old, new in zip(before.ranges, view.ranges, strict=True):
             assert new.assignment_epoch - old.assignment_epoch in (0, 1)
             was_placed = old.primary is None and new.primary is not None
+            if old.primary is not None and new.primary is None:
+                self.check_unplaced(view, old, new)
+                continue
+            if was_placed and new.assignment_epoch > 2:
+                assert (new.initial_holders, new.backups) == ((new.primary,), ())
             if new.primary != old.primary and not was_placed and old.primary is not None:
                 assert new.primary in old.backups
                 others = set(old.in_sync) - {new.primary}
@@ -136,6 +171,27 @@ class ConfigurationsAtWork(RuleBasedStateMachine):
                     new.catching_up
                 )
         self.before = view
+
+    def check_unplaced(self, view: ClusterView, old: RangeAssignment, new: RangeAssignment) -> None:
+        """It had no values, and no server that may come back to it."""
+        assert new.range_id not in self.held_ranges(view)
+        assert (new.holders, new.initial_holders, new.is_lost) == ((), (), False)
+        assert new.assignment_epoch == old.assignment_epoch + 1
+        members = {node.node_id for node in view.nodes if node.state.is_member}
+        assert members.isdisjoint(old.in_sync)
+
+    @staticmethod
+    def held_ranges(view: ClusterView) -> set[RangeId]:
+        return {r for table in view.tables for r in table.blocks_by_range(RANGE_COUNT)}
+
+    @invariant()
+    def what_is_lost_had_values(self) -> None:
+        view = self.harness.cluster.view
+        if self.is_looked:
+            assert {r.range_id for r in view.lost_ranges} <= self.held_ranges(view)
+            members = {node.node_id for node in view.nodes if node.state.is_member}
+            gone = [r.range_id for r in view.ranges if r.primary and members.isdisjoint(r.in_sync)]
+            assert [r.range_id for r in view.lost_ranges] == gone
 
     @invariant()
     def whoever_can_serve_does_and_whoever_is_free_joins(self) -> None:

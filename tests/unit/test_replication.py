@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from ps_core.cluster_view import BackupRequest, ClusterView, RangeAssignment, Role, Session
 from ps_core.errors import WaitExpired
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
@@ -97,6 +99,32 @@ def given(epoch: int, primary: NodeId, *backups: NodeId) -> ClusterView:
     seen = view(epoch, (epoch, primary, backups, ()))
     (assignment,) = seen.ranges
     return replace(seen, ranges=(replace(assignment, initial_holders=assignment.in_sync),))
+
+
+@pytest.mark.parametrize("sees_it_empty", [True, False])
+def test_a_range_that_is_placed_anew_begins_empty_where_it_was_before(
+    *, sees_it_empty: bool
+) -> None:
+    """It was copied to this server once, which has left it since. All its tables are gone."""
+    two = replication(TWO)
+    two.observe(view(2, (PLACED_EPOCH, ONE, (), (TWO,))), 0.0)
+    assert two.join(Snapshot(RANGE, PLACED_EPOCH, PLACED_EPOCH, 3, {}, ())) is not None
+    two.observe(view(3, (3, ONE, (), ())), 1.0)
+    assert two.replicas == {}
+    if sees_it_empty:
+        two.observe(view(4, (4, None, (), ())), 2.0)
+    two.observe(given(5, TWO), 3.0)
+    assert two.serve(3.0).ranges[0].primary == TWO
+    assert two.missing == ()
+
+
+def test_an_initial_holder_that_has_left_a_range_stays_without_it() -> None:
+    """Nobody has placed it anew: the server has missed what others were told."""
+    two = replication(TWO)
+    two.observe(given(PLACED_EPOCH, ONE, TWO), 0.0)
+    two.leave(RANGE)
+    two.observe(given(3, TWO, ONE), 1.0)
+    assert two.missing == (RANGE,)
 
 
 def test_a_holder_since_the_range_was_placed_begins_it_whichever_epoch_it_hears_of_first() -> None:

@@ -1,0 +1,153 @@
+"""Ranges whose values went with a removed run: nothing of them can be lost (SEMANTICS S8)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ps_core.cluster_view import BackupRequest, RangeAssignment, Role, Session
+from ps_core.tables.table_spec import TableSpec
+from scheduler.machine.cluster import Created
+from scheduler.machine.state import RangesLost, RangesUnplaced
+from tests.unit.cluster_harness import SPEC, Harness
+
+LARGE = replace(SPEC, element_count=64 * 64)  # blocks in each of the ranges
+
+
+class Emptied(Harness):
+    """Two servers, and a named run that may be removed with its table."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(server_count=2, range_count=8, **settings)
+        self.servers = [self.join(Role.SERVER) for _ in range(2)]
+        self.worker = self.join(Role.WORKER, run="a", world_size=1)
+        self.made(self.worker)
+
+    def made(self, session: Session, spec: TableSpec = LARGE) -> Created:
+        found = self.create(session, spec)
+        assert isinstance(found, Created), found
+        return found
+
+    def remove(self) -> None:
+        """The run's worker leaves, and an operator removes the run."""
+        self.leave(self.worker)
+        removed = self.cluster.remove_run(self.join(Role.OPERATOR), "a")
+        self.transitions += removed.transitions
+
+    @property
+    def ranges(self) -> tuple[RangeAssignment, ...]:
+        return self.cluster.view.ranges
+
+    def held_by(self, session: Session) -> list[RangeAssignment]:
+        return [each for each in self.ranges if session.node_id in each.in_sync]
+
+    def of(self, kind: type) -> list[Any]:
+        return [each for each in self.transitions if isinstance(each, kind)]
+
+
+def test_a_server_without_values_that_leaves_loses_nothing() -> None:
+    cluster = Emptied()
+    left, stays = cluster.servers
+    before = {each.range_id: each for each in cluster.held_by(left)}
+    assert before
+    cluster.remove()
+    cluster.leave(left)
+    cluster.pass_time(0.5, stays)
+    assert cluster.cluster.view.lost_words == ""
+    assert not cluster.of(RangesLost)
+    (unplaced,) = cluster.of(RangesUnplaced)
+    assert set(unplaced.range_ids) == before.keys()
+    for range_id, was in before.items():
+        now = cluster.ranges[range_id]
+        assert (now.primary, now.holders, now.initial_holders) == (None, (), ())
+        assert now.assignment_epoch == was.assignment_epoch + 1
+
+
+def test_another_table_places_them_anew() -> None:
+    cluster = Emptied()
+    left, stays = cluster.servers
+    cluster.remove()
+    cluster.leave(left)
+    comes = cluster.join(Role.SERVER)
+    epochs = [each.assignment_epoch for each in cluster.ranges]
+    cluster.made(cluster.join(Role.WORKER))
+    assert {each.primary for each in cluster.ranges} == {stays.node_id, comes.node_id}
+    for each, epoch in zip(cluster.ranges, epochs, strict=True):
+        if each.assignment_epoch > epoch:
+            assert (each.term, each.initial_holders) == (epoch + 1, (each.primary,))
+
+
+def test_what_was_lost_is_forgotten_with_its_run() -> None:
+    cluster = Emptied()
+    left, stays = cluster.servers
+    cluster.leave(left)
+    assert cluster.cluster.view.lost_words
+    cluster.remove()
+    cluster.pass_time(0.5, stays)
+    assert cluster.cluster.view.lost_words == ""
+    cluster.join(Role.SERVER)
+    cluster.made(cluster.join(Role.WORKER))
+
+
+def test_a_server_without_values_may_leave_and_has_nothing_alone() -> None:
+    cluster = Emptied()
+    assert cluster.cluster.held_alone(cluster.servers[0])
+    cluster.remove()
+    assert cluster.cluster.held_alone(cluster.servers[0]) == ()
+
+
+def test_those_with_values_of_others_are_lost_all_the_same() -> None:
+    cluster = Emptied()
+    one_block = replace(SPEC, element_count=64)
+    table = cluster.made(cluster.join(Role.WORKER), one_block).table
+    (held,) = table.blocks_by_range(len(cluster.ranges))
+    cluster.remove()
+    (owner,) = (s for s in cluster.servers if s.node_id == cluster.ranges[held].primary)
+    cluster.leave(owner)
+    (lost,) = cluster.of(RangesLost)
+    assert lost.range_ids == (held,)
+    assert [each.range_id for each in cluster.cluster.view.lost_ranges] == [held]
+
+
+def test_one_that_is_placed_anew_has_backups_that_join_it() -> None:
+    """A server may have held it before, and would not begin it empty."""
+    cluster = Emptied(replica_count=2)
+    cluster.remove()
+    for server in cluster.servers:
+        cluster.leave(server)
+    assert all(each.primary is None for each in cluster.ranges)
+    servers = [cluster.join(Role.SERVER) for _ in range(2)]
+    worker = cluster.join(Role.WORKER)
+    cluster.made(worker)
+    assert all((each.backups, each.catching_up) == ((), ()) for each in cluster.ranges)
+    assert all(each.initial_holders == (each.primary,) for each in cluster.ranges)
+    cluster.pass_time(0.5, *servers, worker)
+    assert all(len(each.catching_up) == 1 for each in cluster.ranges)
+
+
+def test_a_primary_that_misses_nothing_but_emptiness_is_primary_no_more() -> None:
+    cluster = Emptied(replica_count=2)
+    one, other = cluster.servers
+    cluster.leave(other)
+    cluster.remove()
+    (first, *_) = cluster.held_by(one)
+    dropped = BackupRequest(first.range_id, first.assignment_epoch, frozenset())
+    cluster.transitions += cluster.cluster.set_backups(one, [dropped]).transitions
+    alone = cluster.ranges[first.range_id]
+    assert alone.in_sync == (one.node_id,)
+    missing = BackupRequest(alone.range_id, alone.assignment_epoch, frozenset(), True)
+    cluster.transitions += cluster.cluster.set_backups(one, [missing]).transitions
+    now = cluster.ranges[first.range_id]
+    assert (now.primary, now.is_lost) == (None, False)
+    assert now.assignment_epoch == alone.assignment_epoch + 1
+
+
+def test_a_scheduler_that_is_started_again_has_them_unplaced() -> None:
+    cluster = Emptied()
+    left, _ = cluster.servers
+    cluster.remove()
+    cluster.leave(left)
+    before = cluster.ranges
+    assert any(each.primary is None for each in before)
+    cluster.start_again()
+    assert cluster.ranges == before
