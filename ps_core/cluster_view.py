@@ -8,6 +8,7 @@ Rules:
 from __future__ import annotations
 
 import hmac
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -19,6 +20,11 @@ from ps_core.runs import Run
 from ps_core.tables.table import Table
 
 _NEVER = AssignmentEpoch(0)
+
+RESTORE = (
+    "Restore a checkpoint (client.restore, or a new run with --resume), or start the cluster anew"
+)
+"""Remedy for lost values."""
 
 
 class Role(Enum):
@@ -152,6 +158,15 @@ class RangeAssignment:
     def holders(self) -> tuple[NodeId, ...]:
         """Servers that hold the range, or are catching up."""
         return (*self.in_sync, *self.catching_up)
+
+
+def lost_among(ranges: Sequence[RangeAssignment], tables: Iterable[Table]) -> list[RangeAssignment]:
+    """Lost ranges with values of these tables."""
+    lost = [assignment for assignment in ranges if assignment.is_lost]
+    if not lost:
+        return []
+    held = {range_id for table in tables for range_id in table.blocks_by_range(len(ranges))}
+    return [assignment for assignment in lost if assignment.range_id in held]
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,8 +314,7 @@ class ClusterView:
         return (
             f"{len(lost)} of {len(self.ranges)} key ranges are lost, with values of {tables}:"
             f" server {', '.join(map(str, servers))} had the only copy, and is gone for good. "
-            "Restore a checkpoint (client.restore, or a new run with --resume), or start the "
-            "cluster anew"
+            f"{RESTORE}"
         )
 
     @property

@@ -227,8 +227,8 @@ class Checkpointing:
             Fenced: a restore has replaced the cluster.
             StaleAssignment: a checkpoint was cut that the caller does not know, and that may do.
             InvalidConfig: the cluster has no checkpoint URL.
-            InvalidCheckpoint: the checkpoint failed, or nothing has moved since the one that the
-                cluster began from, and that cannot be read.
+            InvalidCheckpoint: the checkpoint failed, values are lost that it would have, or nothing
+                has moved since the one that the cluster began from, and that cannot be read.
             WaitExpired: it was not complete in time; it may still complete.
         """
         if not self._cluster.settings.checkpoint_url:
@@ -251,6 +251,9 @@ class Checkpointing:
                         f"a checkpoint was cut in view {self._cut_in_view}; the caller's newest "
                         f"view was {request.view_number}"
                     )
+                if self._cluster.checkpoints.lost_words:
+                    lost = self._cluster.checkpoints.lost_words
+                    raise InvalidCheckpoint(f"no checkpoint can be made: {lost}")
                 pending = self._carried_out(self._cluster.begin_checkpoint(reason, clock.now_s()))
                 number, said = pending.number, pending.reason
             else:

@@ -237,6 +237,16 @@ class TableChanges:
         """The highest hold point of each table of a checkpoint; None if one is missing."""
         return {t.table_id: self._held_clock(t.table_id) for t in self._cut_for(checkpoint)}
 
+    def asked_for(self, checkpoint: int) -> set[NodeId]:
+        """Servers that were asked to prepare the cuts of a checkpoint."""
+        proposals = (self._state.proposals[t.table_id] for t in self._cut_for(checkpoint))
+        return {node_id for proposal in proposals for node_id in proposal.servers}
+
+    def unprepared_for(self, checkpoint: int) -> set[NodeId]:
+        """Those of them that are not prepared, for one table at least."""
+        proposals = (self._state.proposals[t.table_id] for t in self._cut_for(checkpoint))
+        return {node_id for proposal in proposals for node_id in proposal.missing}
+
     def _cut_for(self, checkpoint: int) -> list[Table]:
         tables = self._state.tables.values()
         return [t for t in tables if t.proposed is not None and t.proposed.checkpoint == checkpoint]
@@ -286,7 +296,11 @@ class TableChanges:
             return PendingProposal(self._reason(table, table.proposed, now_s), number)
         if table.change is not None and table.change.number >= number:
             return table.change
-        return Withdrawn(self._state.withdrawals.get(table.table_id, "it was withdrawn"))
+        return Withdrawn(self.withdrawal(table.table_id))
+
+    def withdrawal(self, table_id: TableId) -> str:
+        """Reason of the last withdrawal of one of a table's proposals."""
+        return self._state.withdrawals.get(table_id, "it was withdrawn")
 
     def prepare(
         self, node_id: NodeId, table_id: TableId, number: int, clock: int

@@ -8,10 +8,12 @@
 
     proposed   --nothing has moved since the checkpoint that the cluster began from--> that one
     cut        --all workers wait for it, before the step of the cut--> proposed, as another
-    proposed | cut --too late, a range has another primary, a server cannot write--> failed
+    proposed | cut --too late, a range has another primary, a server left or cannot write--> failed
 
 Rules:
     - One checkpoint runs at a time. A request gets it while it is proposed, the next one later.
+    - None is proposed while values that it would have are lost, or on a server that has left and
+      may come with its update log.
     - The first of `checkpoint_full_every` complete checkpoints in a row is full. The others refer
       to the newest complete one that this cluster wrote.
     - A worker that is gone, or reports that it lost its state, is lost in the manifest; the others
@@ -44,12 +46,12 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from ps_core import limits
 from ps_core.change import Checkpoint, TableCut
-from ps_core.cluster_view import Node, NodeState, Role
+from ps_core.cluster_view import RESTORE, Node, NodeState, Role, lost_among
 from ps_core.errors import InvalidConfig
 from ps_core.keys import NodeId, TableId
 from ps_core.manifest import PartReport, directory_name, is_file_name, number_of
@@ -113,7 +115,7 @@ class CheckpointAttempts:
         if attempt is not None:
             said = self._reason(attempt, now_s)
             return PendingProposal(said, 0 if attempt.is_cut else attempt.number), []
-        obstacle = self._obstacle()
+        obstacle = self._obstacle(now_s)
         if obstacle:
             return PendingProposal(obstacle), []
         state.checkpoint_count += 1
@@ -136,13 +138,39 @@ class CheckpointAttempts:
                 attempt.lose(worker, worker.ended_words)
         return PendingProposal(self._reason(attempt, now_s), attempt.number), transitions
 
-    def _obstacle(self) -> str:
+    def _obstacle(self, now_s: float) -> str:
         """Message if no checkpoint can be proposed now; else empty."""
         tables = self._state.tables_of(UNNAMED)
+        if self.lost_words:
+            return self.lost_words
         for busy in tables:
             if busy.proposed is not None:
                 return f"a change of table '{busy.spec.name}' has not ended"
+        away = {p for p in self._primaries(tables) if not self._member(p).state.is_member}
+        if away:  # not for good, as nothing is lost
+            return f"{self._named(away, now_s)} had values, and nobody has come back with them yet"
         return self._changes.cuts_refusal() if tables else "the cluster has no table yet"
+
+    @property
+    def lost_words(self) -> str:
+        """Message if values are lost that a checkpoint would have; else empty."""
+        lost = lost_among(self._state.ranges, self._state.tables_of(UNNAMED))
+        if not lost:
+            return ""
+        servers = sorted({each.primary for each in lost if each.primary is not None})
+        return (
+            f"{len(lost)} key ranges are lost, of which server {', '.join(map(str, servers))} had "
+            f"the only copy. {RESTORE}"
+        )
+
+    def _primaries(self, tables: Iterable[Table]) -> set[NodeId]:
+        """Servers with a shard of these tables."""
+        ranges = self._state.ranges
+        held = {range_id for table in tables for range_id in table.blocks_by_range(len(ranges))}
+        return {p for range_id in held if (p := ranges[range_id].primary) is not None}
+
+    def _member(self, node_id: NodeId) -> Node:
+        return self._state.members[node_id].node
 
     def _running(self, number: int) -> Attempt | None:
         attempt = self._state.checkpoint
@@ -165,7 +193,7 @@ class CheckpointAttempts:
         if attempt is None or node.run != UNNAMED or attempt.is_written:
             return []
         attempt.staying[node.node_id] = dict(clocks)
-        if not attempt.is_cut or not self._is_out_of_reach(attempt) or self._obstacle():
+        if not attempt.is_cut or not self._is_out_of_reach(attempt) or self._obstacle(now_s):
             return []  # a waiting worker reports again
         self._state.checkpoint = None
         withdrawn = self._changes.withdraw_cuts(attempt.number, "it is begun again")
@@ -249,9 +277,18 @@ class CheckpointAttempts:
         return frozenset(rank for rank, left in parts if left.part.file and not left.is_found)
 
     def ended(self, node: Node) -> list[Transition]:
-        """A node's membership has ended: the checkpoint does not wait for it."""
+        """A node's membership has ended: the checkpoint does not wait for a worker, and fails
+        without the part of a server.
+        """
         attempt = self._state.checkpoint
-        if attempt is None or node.role is not Role.WORKER:
+        if attempt is None or attempt.is_written:
+            return []
+        if node.role is Role.SERVER:
+            writers = attempt.servers or self._changes.asked_for(attempt.number)
+            left = f"a server was lost while it was made: server node {node.node_id} has left"
+            is_missed = node.node_id in writers and node.node_id not in attempt.parts
+            return self._fail(attempt, left) if is_missed else []
+        if node.role is not Role.WORKER:
             return []
         has_named = node.node_id in attempt.workers and node.node_id not in attempt.parts
         if node.node_id in attempt.awaited or has_named:
@@ -362,8 +399,9 @@ class CheckpointAttempts:
 
     def _cut(self, attempt: Attempt) -> list[Transition]:
         held = self._changes.held_for(attempt.number)
-        if held.keys() != set(attempt.tables):
-            return self._fail(attempt, "a server that had to prepare it was lost; ask again")
+        uncut = [table_id for table_id in attempt.tables if table_id not in held]
+        if uncut:  # its table's was withdrawn
+            return self._fail(attempt, self._changes.withdrawal(uncut[0]))
         if attempt.awaited or any(clock is None for clock in held.values()):
             return []
         if self._settings.restored is not None:
@@ -378,12 +416,7 @@ class CheckpointAttempts:
         data_sets = self._state.data_sets.values()
         attempt.data_sets = tuple(each.saved() for each in data_sets if each.run == UNNAMED)
         attempt.is_cut = True
-        attempt.servers = frozenset(
-            primary
-            for table in attempt.cuts.values()
-            for range_id in table.blocks_by_range(len(self._state.ranges))
-            if (primary := self._state.ranges[range_id].primary) is not None
-        )
+        attempt.servers = frozenset(self._primaries(attempt.cuts.values()))
         clocks = {t.spec.name: t.cut.after_clock for t in attempt.cuts.values() if t.cut}
         return [CheckpointCut(attempt.number, clocks)]
 
@@ -477,7 +510,8 @@ class CheckpointAttempts:
             return f"{what} waits for the files of {self._named(missing, now_s)}"
         if attempt.awaited:
             return f"{what} waits for the clocks of {self._named(attempt.awaited, now_s)}"
-        return f"{what} waits until all servers are prepared"
+        unprepared = self._changes.unprepared_for(attempt.number)
+        return f"{what} waits until {self._named(unprepared, now_s)} is prepared"
 
     def _named(self, node_ids: set[NodeId], now_s: float) -> str:
         members = self._state.members

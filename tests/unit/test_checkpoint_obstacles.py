@@ -1,0 +1,132 @@
+"""What keeps a checkpoint from being made is named: lost values, servers that are late or leave."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ps_core import limits
+from ps_core.change import ChangeOutcome
+from ps_core.cluster_view import Role
+from ps_core.errors import InvalidCheckpoint
+from ps_core.manifest import PartReport
+from ps_runtime.system import clock
+from pushpull.v1 import scheduler_pb2
+from scheduler.machine.checkpoint_state import CheckpointFailed, CheckpointWritten
+from scheduler.machine.state import ChangeProposed, UpdateLogClaim
+from tests.unit import test_due_checkpoints
+from tests.unit.cluster_harness import SPEC, Harness
+from tests.unit.test_cluster_checkpoints import MODEL, OTHER, PLACE, Saving
+
+
+def test_none_is_proposed_while_values_are_lost() -> None:
+    cluster = Saving()
+    cluster.leave(cluster.servers[0])
+    cluster.transitions.clear()
+    pending = cluster.begin()
+    assert pending.number == 0
+    assert "key ranges are lost, of which server 1 had the only copy" in pending.reason
+    assert "Restore a checkpoint" in pending.reason
+    assert cluster.checkpoint is None
+    assert cluster.happened(ChangeProposed) == []
+
+
+def test_values_of_a_named_run_that_are_lost_are_no_obstacle() -> None:
+    cluster = Saving()
+    assert cluster.cluster.checkpoints.lost_words == ""
+    named = cluster.join(Role.WORKER, run="a", world_size=1)
+    comes = cluster.join(Role.SERVER)
+    before = {each.range_id for each in cluster.cluster.view.ranges if each.primary is not None}
+    for _ in range(40):  # some block of it lies where no other table has one
+        name = f"t{len(cluster.cluster.view.tables)}"
+        cluster.create(named, replace(SPEC, name=name))
+    new = [each for each in cluster.cluster.view.ranges if each.range_id not in before]
+    assert comes.node_id in {each.primary for each in new}
+    cluster.leave(comes)
+    assert cluster.cluster.view.lost_ranges
+    assert cluster.cluster.checkpoints.lost_words == ""
+    assert cluster.begin().number == 7
+
+
+def test_who_asks_while_values_are_lost_is_refused_at_once(tmp_path: Path) -> None:
+    async def live() -> None:
+        cluster = test_due_checkpoints.Saving(tmp_path)
+        cluster.cluster.leave(cluster.server)
+        request = scheduler_pb2.CreateCheckpointRequest()
+        with pytest.raises(InvalidCheckpoint, match=r"no checkpoint can be made: .* are lost"):
+            await cluster.edge.create(request, clock.now_s() + 60.0)
+
+    asyncio.run(live())
+
+
+def test_values_that_may_come_back_with_an_update_log_are_waited_for_before_it_begins() -> None:
+    cluster = Harness(checkpoint_url=PLACE)
+    logged = cluster.join(Role.SERVER, update_log=UpdateLogClaim(b"l" * 16))
+    cluster.join(Role.SERVER, update_log=UpdateLogClaim(b"m" * 16))
+    cluster.create(cluster.join(Role.WORKER))
+    cluster.leave(logged)
+    pending = cluster.cluster.begin_checkpoint("wanted", cluster.now_s).reply
+    assert pending.number == 0
+    assert pending.reason.startswith(f"server node {logged.node_id} at")
+    assert "nobody has come back with them yet" in pending.reason
+
+
+def test_one_that_is_late_names_the_servers_that_did_not_prepare_it() -> None:
+    cluster = Saving()
+    cluster.begin()
+    cluster.promise(0, 5, 4)
+    cluster.answer(0, 5, 4)
+    cluster.answer(1, 5, 4)
+    cluster.pass_time(limits.CHECKPOINT_CUT_S, cluster.servers[0], *cluster.workers)
+    cluster.check_failed("waits until server node 2 at h2:70 (silent, last heard")
+
+
+def test_a_cut_that_is_late_when_a_server_answers_names_who_was_missing() -> None:
+    cluster = Saving()
+    cluster.begin()
+    cluster.promise(0, 5, 4)
+    late_s = cluster.now_s + limits.CHECKPOINT_CUT_S
+    cluster.note(cluster.cluster.prepare_change(cluster.servers[0], MODEL, 1, 5, now_s=late_s))
+    cluster.check_failed("waits until server node 2 at h2:70")
+
+
+def test_a_cut_that_servers_gave_up_says_so() -> None:
+    cluster = Saving()
+    cluster.begin()
+    (table, _) = cluster.tables
+    assert table.proposed is not None
+    given_up = MODEL, table.proposed.number, 5, ChangeOutcome.GIVEN_UP
+    cluster.note(cluster.cluster.prepare_change(cluster.servers[0], *given_up))
+    cluster.check_failed("the servers gave it up, because they did not hear the scheduler")
+    assert OTHER in {each.table_id for each in cluster.tables}
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_one_fails_at_once_when_a_server_leaves_that_has_not_written_its_part(
+    *, is_cut: bool
+) -> None:
+    cluster = Saving()
+    if is_cut:
+        cluster.cut()
+        cluster.report(cluster.servers[0], cluster.written(0))
+    else:
+        cluster.begin()
+    cluster.leave(cluster.servers[1])
+    cluster.check_failed("server node 2 has left")
+
+
+def test_one_whose_part_is_written_is_complete_without_its_server() -> None:
+    """A server that is told to stop leaves when the checkpoint that it waited for is made."""
+    cluster = Saving()
+    cluster.cut()
+    cluster.report(cluster.servers[1], cluster.written(1))
+    first = cluster.written(0)
+    cluster.leave(cluster.servers[1])
+    cluster.report(cluster.servers[0], first)
+    for worker in cluster.workers:
+        cluster.report(worker, PartReport(f"worker-{worker.rank}", 9, "c"))
+    assert cluster.happened(CheckpointWritten)
+    assert not cluster.happened(CheckpointFailed)
