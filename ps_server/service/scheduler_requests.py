@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from ps_core.cluster_view import BackupRequest
+from ps_core.cluster_view import BackupRequest, lost_among
 from ps_core.errors import PushpullError, WaitExpired
 from ps_runtime.cluster.scheduler_link import SchedulerLink
 from ps_runtime.observe import logs
@@ -103,8 +103,8 @@ async def until_kept(link: SchedulerLink, end_s: float) -> None:
         silent_s = clock.now_s() - link.last_scheduler_contact_s
         match departure.answered(error, silent_s, is_fenced=link.fenced_by is not None):
             case DepartureStep.LEAVES:
-                if alone and link.replica_count == 1 and not link.checkpoint_url:
-                    why = "one replica, and no place for checkpoints"
+                why = _unsaved(link)
+                if alone and why:
                     logs.warning("leaves_with_the_only_copy", ranges=alone, reason=why)
                 return
             case DepartureStep.LEAVES_UNHEARD:
@@ -120,12 +120,29 @@ async def until_kept(link: SchedulerLink, end_s: float) -> None:
         logs.warning("leaves_with_the_only_copy", ranges=alone, reason=why)
 
 
+def _unsaved(link: SchedulerLink) -> str:
+    """The reason why no checkpoint has the values of a server that leaves; empty if one has, or
+    other servers have them.
+    """
+    if link.replica_count > 1:
+        return ""
+    if not link.checkpoint_url:
+        return "one replica, and no place for checkpoints"
+    view = link.view
+    if view is not None and lost_among(view.ranges, view.of_run("").tables):
+        return "one replica, and other values are lost, without which no checkpoint is made"
+    return ""
+
+
 def _held_alone(link: SchedulerLink) -> int:
-    """Ranges that no other server has, as far as this one knows."""
+    """Ranges with values that no other server has, as far as this one knows."""
     view, own = link.view, link.session.node_id
     if view is None or view.finished:
         return 0
+    held = {range_id for t in view.tables for range_id in t.blocks_by_range(len(view.ranges))}
     return sum(
-        own in r.in_sync and view.living_servers.isdisjoint(set(r.in_sync) - {own})
+        own in r.in_sync
+        and r.range_id in held
+        and view.living_servers.isdisjoint(set(r.in_sync) - {own})
         for r in view.ranges
     )

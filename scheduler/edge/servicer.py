@@ -118,6 +118,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self.checkpointing = Checkpointing(cluster, self._policy, self._carry_out, self._metrics)
         self._last_said: dict[NodeId, pb.HeartbeatRequest] = {}
+        self._stays_with_runs: set[NodeId] = set()  # servers that were refused after a checkpoint
         self._kept = KeptElsewhere(cluster.settings.lease_s)
         interval_s = cluster.settings.adaptation_interval_s
         self._adaptive = AdaptiveTables(interval_s, self._metrics, cluster.courses)
@@ -284,15 +285,25 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def _check_copies(self, session: Session, context: Context) -> None:
         """Refuse a server that has the only copy of values which another server could take; where
-        none can, make a checkpoint first, if the cluster has a place for one.
+        none can, make a checkpoint first, if the cluster has a place for one. It has nothing of
+        runs with a name, so a server that has values of them alone is refused, after one
+        checkpoint.
         """
-        refused = self._carry_out(self._cluster.refusal_to_leave(session, clock.now_s()))
+        cluster = self._cluster
+        refused = self._carry_out(cluster.refusal_to_leave(session, clock.now_s()))
         if refused is not None:
             raise refused
-        if not self._cluster.held_alone(session) or not self._cluster.settings.checkpoint_url:
+        runs = cluster.runs_held_alone(session)
+        if not runs or not cluster.settings.checkpoint_url or cluster.checkpoints.lost_words:
             return
-        wanted = pb.CreateCheckpointRequest(reason=f"server {session.node_id} leaves")
-        await self.checkpointing.create(wanted, _deadline_s(context.time_remaining()))
+        stays = self._stays_with_runs
+        if UNNAMED in runs and (session.node_id not in stays or runs == [UNNAMED]):
+            wanted = pb.CreateCheckpointRequest(reason=f"server {session.node_id} leaves")
+            await self.checkpointing.create(wanted, _deadline_s(context.time_remaining()))
+        named = [run for run in cluster.runs_held_alone(session) if run != UNNAMED]
+        if named:
+            stays.add(session.node_id)
+            raise cluster.only_in_servers(session, named)
 
     @translated
     async def WatchCluster(

@@ -267,8 +267,16 @@ class Cluster:
         return Decision(refused, self._changed(*transitions))
 
     def held_alone(self, session: Session) -> tuple[RangeId, ...]:
-        """Ranges that would be lost if this server left now; none in a finished cluster."""
+        """Ranges whose values would be lost if this server left now; none in a finished cluster."""
         return self._departures.held_alone(self._stopping(session))
+
+    def runs_held_alone(self, session: Session) -> list[str]:
+        """Runs with values in `held_alone`, the one without a name first."""
+        return self._departures.runs_held_alone(self._stopping(session))
+
+    def only_in_servers(self, session: Session, runs: Sequence[str]) -> Recovering:
+        """See `Departures.only_in_servers`."""
+        return self._departures.only_in_servers(session.node_id, runs)
 
     def _stopping(self, session: Session) -> NodeId:
         node = self.caller(session, "DeregisterNode")

@@ -3,22 +3,27 @@
     asks --it has the only copy of a range-----> refused: it waits for the servers that catch up
     asks --others have all, by what is known---> refused: a view asks each for a sign of life
     asks --and all of these act on that view---> may leave
+    asks --without replicas--------------------> a checkpoint is made, and it may leave
+    ... --and has values of runs with a name---> refused: no checkpoint has them
 
 Rules:
     - A holder counts if it acts on a view that was published after others held everything. The
       heartbeat of an older view, however late, may be the last one of a dead server, which the
       scheduler notices only a lease later.
     - The signs of life of all holders come within `_ROUND_BEATS` heartbeats, or another view asks
-      for them again. Without replicas no other server can take a range, so a server leaves at once.
+      for them again.
+    - Without replicas no other server can take a range. A checkpoint has the values of the run
+      without a name; where none can be made, a server leaves at once. Those of the other runs stay
+      on it until these are removed, or its grace is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-from ps_core.errors import Recovering
+from ps_core.errors import Recovering, listed
 from ps_core.keys import NodeId, RangeId
 from scheduler.machine.configurations import Configurations
 from scheduler.machine.state import ClusterSettings, ClusterState, DepartureAsked, Transition
@@ -84,6 +89,25 @@ class Departures:
     def ended(self, node_id: NodeId) -> None:
         self._rounds.pop(node_id, None)
         self._acts_on.pop(node_id, None)
+
+    def runs_held_alone(self, node_id: NodeId) -> list[str]:
+        """Runs whose values would be lost if the server left now, the one without a name first."""
+        alone = set(self.held_alone(node_id))
+        if not alone:
+            return []
+        count = len(self._state.ranges)
+        tables = self._state.tables.values()
+        return sorted({t.run for t in tables if not alone.isdisjoint(t.blocks_by_range(count))})
+
+    def only_in_servers(self, node_id: NodeId, runs: Sequence[str]) -> Recovering:
+        """The refusal of a leave with the only copy of values of these runs, which have names."""
+        names = listed([f"'{name}'" for name in runs], 3)
+        return self._refusal(
+            node_id,
+            f"has the only copy of values of run {names}, which no checkpoint covers: save them "
+            f"(ps.pull_model, from a reader of the run) and remove the run (pushpull runs remove "
+            f"{runs[0]}) before its grace is over, or keep replicas",
+        )
 
     def _joiners(self, alone: tuple[RangeId, ...], living: AbstractSet[NodeId]) -> str:
         joining = {n for range_id in alone for n in self._state.ranges[range_id].catching_up}

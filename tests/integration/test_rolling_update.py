@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import ps_worker as ps
+from ps_cli.__main__ import app
 from ps_runtime.launch.cluster_shape import CheckpointPlan
 from tests.integration.lane_cluster import Served
 from tests.integration.replicated_cluster import DEADLINE_S, ReplicatedCluster, replicated_cluster
@@ -166,6 +168,37 @@ def test_without_replicas_a_checkpoint_is_made_before_it_leaves(tmp_path: Path) 
         assert cluster.lines(server.process, "leaves_with_the_only_copy") == []
         (made,) = cluster.lines(cluster.scheduler, "event=checkpoint_made")
         assert str(tmp_path) in made
+        load.cut_off()
+        client.close(leave=False)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(150)
+def test_a_checkpoint_is_made_once_and_the_server_stays_with_a_named_run(tmp_path: Path) -> None:
+    """No checkpoint has its values; when the run is removed another is made, and it leaves."""
+    plan = CheckpointPlan(str(tmp_path))
+    with (
+        replicated_cluster(
+            1, 1, replica_count=1, checkpoints=plan, environment={"PUSHPULL_DRAIN_GRACE_S": "90"}
+        ) as cluster,
+        ps.connect(cluster.address, request_deadline_s=5.0) as client,
+    ):
+        with ps.connect(cluster.address, run="nightly", world_size=1) as named:
+            named.create_table("model", ELEMENTS, optimizer=ps.SGD(lr=1.0), block_elements=64)
+        load = Load(client, "single")
+        (server,) = cluster.living
+        server.process.send(signal.SIGTERM)
+        words = "event=stays_for_now.*only copy of values of run 'nightly', which no checkpoint"
+        cluster.wait_line(server.process, words)
+        (made,) = cluster.wait_line(cluster.scheduler, "event=checkpoint_made")
+        assert str(tmp_path) in made
+        result = CliRunner().invoke(
+            app, ["runs", "remove", "nightly", "--scheduler", cluster.address]
+        )
+        assert result.exit_code == 0, result.output
+        assert server.process.wait(DEADLINE_S) is not None
+        assert cluster.lines(server.process, "leaves_with_the_only_copy") == []
+        assert len(cluster.wait_line(cluster.scheduler, "event=checkpoint_made", 2)) == 2
         load.cut_off()
         client.close(leave=False)
 

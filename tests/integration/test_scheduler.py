@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -370,6 +371,32 @@ def test_the_status_fits_a_message_whatever_the_tables_hold() -> None:
         assert view.tables[0].spec.initializer == inline
 
     with_scheduler(test)
+
+
+def test_a_server_that_alone_has_values_of_a_named_run_stays_and_is_told_which(
+    tmp_path: Path,
+) -> None:
+    """No checkpoint is made of them, so it waits for none; without values it leaves."""
+
+    async def test(scheduler: Running) -> None:
+        server = await scheduler.join(Role.SERVER)
+        worker = await scheduler.join(Role.WORKER, run="nightly", world_size=1)
+        await scheduler.create(worker)
+        kept = scheduler_pb2.DeregisterNodeRequest(session=server, only_if_kept=True)
+        await refused(
+            scheduler.stub.DeregisterNode(kept, timeout=DEADLINE_S),
+            errors.Recovering,
+            grpc.StatusCode.UNAVAILABLE,
+            ["server 1 has the only copy of values of run 'nightly', which no checkpoint covers"],
+        )
+        operator = await scheduler.join(Role.OPERATOR)
+        await scheduler.leave(worker)
+        removed = scheduler_pb2.RemoveRunRequest(session=operator, run="nightly")
+        await scheduler.stub.RemoveRun(removed, timeout=DEADLINE_S)
+        await scheduler.stub.DeregisterNode(kept, timeout=DEADLINE_S)
+        assert not scheduler.servicer.degraded_words
+
+    with_scheduler(test, worker_count=1, server_count=1, checkpoint_url=str(tmp_path))
 
 
 def test_metrics_and_health() -> None:
