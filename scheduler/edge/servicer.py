@@ -244,14 +244,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: pb.HeartbeatRequest, context: Context
     ) -> pb.HeartbeatResponse:
         async with self._answering(request.session, "Heartbeat") as session:
+            cluster = self._cluster
             size_bytes = request.progress.ByteSize()
             if size_bytes > MAX_PROGRESS_BYTES:
                 raise InvalidConfig(
                     f"progress has {size_bytes} bytes; expected at most {MAX_PROGRESS_BYTES}"
                 )
-            beat = self._cluster.heartbeat(session, clock.now_s(), request.view_number)
+            beat = cluster.heartbeat(session, clock.now_s(), request.view_number)
             number = self._carry_out(beat)
-        if session.role is not Role.OPERATOR:  # which is no node
+        # An operator is no node, and a node of a cluster that was restored meanwhile none any more.
+        if session.role is not Role.OPERATOR and cluster is self._cluster:
             self._adaptive.heard(session.node_id, request.progress, clock.now_s())
             if not session.run:
                 self.checkpointing.heard(session.node_id, request.progress)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Coroutine
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from ps_core.cluster_view import Role
 from ps_core.consistency import parsed
-from ps_core.errors import InvalidJournal, Recovering
+from ps_core.errors import Fenced, InvalidJournal, Recovering
 from ps_runtime.grpc import channels
 from ps_runtime.system import clock
 from pushpull.v1 import scheduler_pb2, types_pb2
@@ -106,3 +107,63 @@ def test_a_journal_that_is_an_older_copy_ends_the_scheduler_before_it_told_anyth
                 await asyncio.wait_for(scheduler.servicer.until_journal_failed(), DEADLINE_S)
 
     channels.run(second())
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Let the loop turn until it is so."""
+    while not holds():
+        is_next = asyncio.Event()
+        asyncio.get_running_loop().call_soon(is_next.set)
+        await is_next.wait()
+
+
+class HeldStore(SqliteStore):
+    """Whose writes wait until `may_write` is set; `waits` is set when one does."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.may_write, self.waits = threading.Event(), threading.Event()
+        self.may_write.set()
+
+    def write(self, records: Mapping[str, bytes], removed: Iterable[str] = ()) -> None:
+        if not self.may_write.is_set():
+            self.waits.set()
+        assert self.may_write.wait(DEADLINE_S)
+        super().write(records, removed)
+
+
+def test_a_heartbeat_that_a_restore_overtakes_says_nothing_of_the_new_timeline(
+    tmp_path: Path,
+) -> None:
+    """Its clocks would make checkpoints due that nobody wants."""
+
+    async def live() -> None:
+        store, begun = HeldStore(tmp_path), Decision(cluster_of(worker_count=1, server_count=1))
+        store.claim()
+        async with serving(begun, JournalWriter(store)) as scheduler:
+            servicer = scheduler.servicer
+            operator = await scheduler.join(Role.OPERATOR)
+            server, worker = await scheduler.join(Role.SERVER), await scheduler.join(Role.WORKER)
+            table_id = (await scheduler.create(worker)).table.table_id
+            store.may_write.clear()
+            joins = asyncio.create_task(scheduler.join(Role.READER))
+            await asyncio.to_thread(store.waits.wait, DEADLINE_S)
+            at = scheduler_pb2.NodeProgress(
+                tables=[scheduler_pb2.TableProgress(table_id=table_id, clock=1_000)]
+            )
+            waiting = len(servicer._publication._waiting)
+            beats = asyncio.create_task(scheduler.beat(worker, progress=at))
+            await until(lambda: len(servicer._publication._waiting) > waiting)
+            empty = scheduler_pb2.RestoreCheckpointRequest(session=operator, empty=True)
+            restores = scheduler.stub.RestoreCheckpoint(empty, timeout=DEADLINE_S)
+            await until(lambda: servicer._cluster is not begun.reply)
+            store.may_write.set()
+            await asyncio.gather(joins, beats, restores)
+            assert servicer.checkpointing.clock == 0
+            assert servicer.checkpointing.reached == {}
+            await told_again(scheduler.beat(server), "another timeline")
+
+    async def told_again(call: Coroutine[Any, Any, object], words: str) -> None:
+        await refused(call, Fenced, grpc.StatusCode.FAILED_PRECONDITION, [words])
+
+    channels.run(asyncio.wait_for(live(), 3 * DEADLINE_S))
