@@ -4,6 +4,7 @@ Rules:
     - A journal with a cluster wins over `resume`, which is for the first start. Settings that nodes
       were told (`_TOLD`) must be those of the journal; the others may change with each start.
     - A journal that is refused stays as it is.
+    - A new cluster needs a place where checkpoints can be written, and one that goes on does not.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from ps_runtime.observe import logs
 from ps_runtime.system import clock
 from scheduler.config import SchedulerConfig
 from scheduler.edge.publication import JournalWriter
-from scheduler.edge.restoring import checkpoints_under, restored_at_start
+from scheduler.edge.restoring import (
+    checkpoints_again_under,
+    checkpoints_under,
+    restored_at_start,
+)
 from scheduler.edge.sqlite_store import SqliteStore
 from scheduler.journal import records
 from scheduler.machine.cluster import Cluster, Decision
@@ -126,7 +131,7 @@ def _with_settings(journaled: JournaledCluster, settings: SchedulerConfig) -> Jo
     given = replace(
         was,
         range_count=settings.ranges or was.range_count,
-        **_given(settings, checkpoints_under(settings.checkpoint_url)[0]),
+        **_given(settings, checkpoints_again_under(settings.checkpoint_url)),
     )
     for field, setting in _TOLD.items():
         before, now = getattr(was, field), getattr(given, field)

@@ -25,6 +25,20 @@ def checkpoints_under(url: str) -> tuple[str, int]:
     return store.url, store.next_number() - 1
 
 
+def checkpoints_again_under(url: str) -> str:
+    """The absolute address of the checkpoint directory of a cluster that goes on. It goes on where
+    no checkpoint can be written, too, which is logged: its servers have the values. Blocking.
+    """
+    if not url:
+        return ""
+    store = CheckpointStore(url)
+    try:
+        store.check_writable()
+    except InvalidCheckpoint as error:
+        logs.error("checkpoints_not_writable", url=store.url, error=error.message)
+    return store.url
+
+
 def restored_at_start(resume: str, checkpoint_url: str) -> Restored | None:
     """The checkpoint that `resume` names; with `AUTO` the newest under `checkpoint_url`. None for
     an empty start: AUTO starts empty only where no checkpoint was ever complete, so where none has
