@@ -394,10 +394,8 @@ class Membership:
         return transitions
 
     def _unneeded(self) -> list[Node]:
-        """Silent nodes that nothing waits for."""
-        nodes = self._state.nodes_of(Role.READER)
-        if self._settings.replica_count > 1:  # else a silent server has the only copy of its ranges
-            nodes += self._state.nodes_of(Role.SERVER)
+        """Silent nodes that nothing waits for; a silent server may have the only copy of ranges."""
+        nodes = self._state.nodes_of(Role.READER) + self._state.nodes_of(Role.SERVER)
         silent = [node for node in nodes if node.state is NodeState.SILENT]
         holders = self._state.holders if silent else frozenset()
         return [node for node in silent if node.node_id not in holders]

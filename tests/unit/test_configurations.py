@@ -376,7 +376,7 @@ class TestServersThatDie:
         harness.beat(first)
         assert isinstance(harness.create(worker), Created)
 
-    def test_without_replicas_its_ranges_are_waited_for(self) -> None:
+    def test_without_replicas_its_ranges_are_waited_for_and_who_has_none_is_given_up(self) -> None:
         harness = Harness(range_count=8)
         first, second = harness.join(Role.SERVER), harness.join(Role.SERVER)
         worker = harness.join(Role.WORKER)
@@ -387,7 +387,7 @@ class TestServersThatDie:
         assert isinstance(late, Parked)
         idle = harness.join(Role.SERVER)
         harness.pass_time(70, worker, first)
-        assert harness.node(idle).state is NodeState.SILENT
+        assert [harness.node(n).state.value for n in (idle, second)] == ["left", "silent"]
 
     def test_one_that_holds_nothing_is_given_up_and_fenced(self, cluster: Replicated) -> None:
         victim = cluster.servers[0]
