@@ -32,6 +32,7 @@ MAX_FINGERPRINT_BYTES = 1024
 MAX_FEATURE_COUNT = 64
 MAX_FEATURE_BYTES = 64
 _LISTED_COUNT = 8
+_SERVER_RESERVE = 200  # places for servers beside `server_count`: for left ones, and new ones
 _WILDCARDS = frozenset({"", "0.0.0.0", "::", "[::]", "*"})  # noqa: S104 - they are refused
 
 
@@ -173,17 +174,16 @@ def check_repeated(request: Registration, first: Registration, node: Node) -> No
         )
 
 
-def check_place(request: Registration, state: ClusterState, heard: Heard) -> None:
+def check_place(
+    request: Registration, cluster: ClusterSettings, state: ClusterState, heard: Heard
+) -> None:
     """Check the request against the cluster and its servers."""
     if state.finished:
         raise InvalidConfig(
             f"the cluster is finished: all workers have left, and it ends with its work "
             f"(stop_when_done); no {request.role.value} may join. Start a new cluster"
         )
-    if len(state.members) >= limits.MAX_NODE_COUNT:
-        raise Overloaded(
-            f"the cluster has {len(state.members)} nodes; it can have {limits.MAX_NODE_COUNT}"
-        )
+    _check_count(request, cluster, state)
     if request.role is not Role.SERVER:
         return
     for table in state.tables.values() if request.update_log is not None else ():
@@ -196,6 +196,25 @@ def check_place(request: Registration, state: ClusterState, heard: Heard) -> Non
             )
     _check_servers(request, state, heard)
     update_offers.check_agreement(request, state, heard.describe)
+
+
+def _check_count(request: Registration, cluster: ClusterSettings, state: ClusterState) -> None:
+    """Refuse a node beyond the most that a cluster can have. Places are kept for servers: workers
+    that have ended must not keep one from coming in the place of another.
+    """
+    most = limits.MAX_NODE_COUNT
+    if len(state.members) >= most:
+        raise Overloaded(f"the cluster has {len(state.members)} nodes; it can have {most}")
+    most -= min(cluster.server_count + _SERVER_RESERVE, most // 2)
+    if request.role is Role.SERVER or len(state.members) < most:
+        return
+    count = sum(each.node.role is not Role.SERVER for each in state.members.values())
+    if count >= most:
+        raise Overloaded(
+            f"the cluster has {count} workers and readers, with those that have ended; it can have "
+            f"{most} beside its servers. Remove runs that are over (pushpull runs remove NAME), or "
+            "restore a checkpoint (client.restore), which begins the cluster anew"
+        )
 
 
 def _check_servers(request: Registration, state: ClusterState, heard: Heard) -> None:

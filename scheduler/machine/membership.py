@@ -71,7 +71,8 @@ _OLDER_COPY = (
 OPERATOR = Node(NodeId(0), Incarnation(0), Role.OPERATOR, 0, "", NodeState.ALIVE)
 """The node of every operator: it is in no view, sends no heartbeats, and never leaves."""
 
-KEPT_COUNT = 100  # readers, and servers, that have left and stay in the view
+KEPT_COUNT = 100
+"""Readers that have left and stay in the view; as many servers, and workers of removed runs."""
 
 
 class Membership:
@@ -167,18 +168,19 @@ class Membership:
                 f"the journal has given {self._state.next_node_id - 1} node ids, and this "
                 f"cluster's {session.role.value} node {session.node_id} calls: {_OLDER_COPY}"
             )
+        run = self._state.runs.get(session.run)
+        has_left = member is None or member.node.state is NodeState.LEFT
+        if has_left and run is not None and run.has_ended:
+            what = "removed" if run.is_removed else "ended"
+            raise Fenced(
+                f"{words(run.name)} was {what} by an operator, and node {session.node_id} with "
+                "it: end this process"
+            )
         if member is None:  # it left, and was removed from the view
             raise Fenced(
                 f"node {session.node_id} has left the cluster; register again to come back"
             )
         node = member.node
-        run = self._state.runs.get(node.run)
-        if node.state is NodeState.LEFT and run is not None and run.has_ended:
-            what = "removed" if run.is_removed else "ended"
-            raise Fenced(
-                f"{words(run.name)} was {what} by an operator, and node {node.node_id} with it: "
-                "end this process"
-            )
         if not node.state.is_member:
             raise Fenced(self._taken_over_words(member) or node.fence_words)
         return node
@@ -245,7 +247,7 @@ class Membership:
             ),
             interval_s=self._settings.heartbeat_interval_s,
         )
-        admission.check_place(request, state, heard)
+        admission.check_place(request, self._settings, state, heard)
         admission.check_run(request, state)
         rank = 0
         if request.role is Role.WORKER:
@@ -293,8 +295,11 @@ class Membership:
         return transitions
 
     def remove_run(self, name: str) -> list[Transition]:
-        """Remove a run that is over: its readers leave."""
-        self._state.runs[name] = replace(self._state.runs[name], has_ended=True, is_removed=True)
+        """Remove a run that is over: its readers leave, and nobody refers to its workers."""
+        runs = self._state.runs
+        runs[name] = replace(runs[name], has_ended=True, is_removed=True)
+        removed = {run.name for run in runs.values() if run.is_removed}
+        self._forget([n for n in self._state.nodes_of(Role.WORKER) if n.run in removed])
         transitions: list[Transition] = []
         for node in self._state.nodes_of(Role.READER):
             if node.run == name and node.state.is_member:
@@ -408,7 +413,8 @@ class Membership:
     def _leave(self, node: Node, reason: str) -> list[Transition]:
         transitions: list[Transition] = [NodeLeft(self._move(node, NodeState.LEFT), reason)]
         if node.role is not Role.WORKER:
-            self._forget(node.role)
+            nodes = self._state.nodes_of(node.role)
+            self._forget([each for each in nodes if each.state is NodeState.LEFT])
         return transitions + self._ended(node)
 
     def _declare_gone(self, node: Node, silence_s: float) -> list[Transition]:
@@ -462,12 +468,11 @@ class Membership:
         self._state.finished = True
         return [ClusterFinished()]
 
-    def _forget(self, role: Role) -> None:
-        """Remove all but the newest nodes that have left, and those that the state still names."""
+    def _forget(self, ended: list[Node]) -> None:
+        """Remove all but the newest of these, and those that the state still names."""
         state = self._state
-        left = [n for n in state.nodes_of(role) if n.state is NodeState.LEFT]
         named = state.holders.union(*(p.servers for p in state.proposals.values()))
-        for node in left[: max(0, len(left) - KEPT_COUNT)]:
+        for node in ended[: max(0, len(ended) - KEPT_COUNT)]:
             if node.node_id in named:
                 continue
             state.view_bytes -= view_size.node_bytes(node)

@@ -22,6 +22,7 @@ from pushpull.v1 import types_pb2
 from scheduler.machine import view_size
 from scheduler.machine.changes import ChangeRequest
 from scheduler.machine.cluster import Created
+from scheduler.machine.membership import KEPT_COUNT
 from scheduler.machine.state import NodeLeft
 from tests.unit.cluster_harness import SPEC, Harness, refused
 
@@ -237,6 +238,42 @@ def test_readers_of_a_run_that_is_removed_leave_once() -> None:
     cluster.end("a")
     removed = cluster.cluster.remove_run(cluster.join(Role.OPERATOR), "a").transitions
     assert [each.node.node_id for each in removed if isinstance(each, NodeLeft)] == [reader.node_id]
+
+
+def test_workers_of_removed_runs_leave_the_view_but_for_the_newest() -> None:
+    cluster = Runs()
+    count = KEPT_COUNT + 3
+    workers = [cluster.worker("a", world_size=count) for _ in range(count)]
+    stays = cluster.worker("b")
+    cluster.leave(cluster.worker("b"))
+    cluster.end("a")
+    before = cluster.cluster.journaled(0.0).state.view_bytes
+    cluster.cluster.remove_run(cluster.join(Role.OPERATOR), "a")
+    nodes = cluster.cluster.view.nodes_by_id
+    assert [worker.node_id in nodes for worker in workers] == [False] * 3 + [True] * KEPT_COUNT
+    assert len(cluster.cluster.view.of_run("b").nodes) == 4
+    assert cluster.cluster.journaled(0.0).state.view_bytes < before
+    for worker in workers:
+        removed = "run 'a' was removed by an operator"
+        refused(Fenced, removed, by=lambda w=worker: cluster.beat(w), of=cluster)  # type: ignore[misc]
+    cluster.start_again()
+    assert cluster.cluster.view.nodes_by_id == nodes
+    cluster.beat(stays)
+
+
+def test_values_that_a_server_alone_has_are_of_runs() -> None:
+    """A checkpoint has those of the run without a name alone."""
+    cluster = Runs(range_count=1)
+    for run in ("b", "", "a"):
+        cluster.table(cluster.worker(run, **({"world_size": 1} if run else {})))
+    (held,) = cluster.cluster.view.ranges
+    has, other = sorted(cluster.servers, key=lambda each: each.node_id != held.primary)
+    assert cluster.cluster.runs_held_alone(has) == ["", "a", "b"]
+    assert cluster.cluster.runs_held_alone(other) == []
+    refusal = cluster.cluster.only_in_servers(has, ["a", "b"])
+    assert "only copy of values of run 'a', 'b', which no checkpoint covers" in refusal.message
+    assert "pushpull runs remove a" in refusal.message
+    assert refusal.retry_after_ms
 
 
 def test_a_restore_is_refused_while_a_run_is_trained() -> None:
