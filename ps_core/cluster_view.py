@@ -130,7 +130,7 @@ class RangeAssignment:
 
     Attributes:
         assignment_epoch: grows with each configuration.
-        primary: None until the range is placed.
+        primary: None until the range is placed, and again while it has no values and no server.
         backups: servers that hold all committed updates.
         catching_up: servers that are being brought up to date.
         initial_holders: holders since the range was placed, empty. They were sent every update

@@ -287,19 +287,20 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def _check_copies(self, session: Session, context: Context) -> None:
         """Refuse a server that has the only copy of values which another server could take; where
-        none can, make a checkpoint first, if the cluster has a place for one. It has nothing of
-        runs with a name, so a server that has values of them alone is refused, after one
-        checkpoint.
+        none can, make a checkpoint first, if the cluster has a place for one, and none of its
+        values is lost. It has nothing of runs with a name, so a server that has values of them
+        alone is refused after one checkpoint.
         """
         cluster = self._cluster
         refused = self._carry_out(cluster.refusal_to_leave(session, clock.now_s()))
         if refused is not None:
             raise refused
         runs = cluster.runs_held_alone(session)
-        if not runs or not cluster.settings.checkpoint_url or cluster.checkpoints.lost_words:
+        if not cluster.settings.checkpoint_url:
             return
-        stays = self._stays_with_runs
-        if UNNAMED in runs and (session.node_id not in stays or runs == [UNNAMED]):
+        stays, can_be_made = self._stays_with_runs, not cluster.checkpoints.lost_words
+        is_due = session.node_id not in stays or runs == [UNNAMED]
+        if UNNAMED in runs and can_be_made and is_due:
             wanted = pb.CreateCheckpointRequest(reason=f"server {session.node_id} leaves")
             await self.checkpointing.create(wanted, _deadline_s(context.time_remaining()))
         named = [run for run in cluster.runs_held_alone(session) if run != UNNAMED]
