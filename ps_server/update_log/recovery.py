@@ -214,8 +214,11 @@ def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> R
 
 def _warn_of(claim: Claimable) -> None:
     if claim.is_whole and not claim.is_claimed:
-        reason = "other kernels wrote it"
-        remedy = "start with the torch and the processor that wrote it, or restore a checkpoint"
+        reason = "other kernels or another release wrote it"
+        remedy = (
+            "start with the pushpull, the torch and the processor that wrote it, or restore a "
+            "checkpoint"
+        )
     else:
         reason = (
             "it may have lost frames: it has no segment, or was not synced before the machine was "

@@ -121,7 +121,8 @@ class RestoredHyperparameters:
     """The hyperparameters that a checkpoint has of an optimizer's groups.
 
     A schedule's constructor writes those that it begins with into the groups. They are put back
-    when the schedule's own state is loaded, because torch's schedules do not write them then.
+    when the schedule's own state is loaded, because torch's schedules do not write them then. From
+    the first step on the groups are the script's.
     """
 
     def __init__(self) -> None:
@@ -167,6 +168,7 @@ class RestoredHyperparameters:
                 checkpoint=_words(self._saved[number], keys),
                 remedy="attach_state of a schedule, after it is made; none if meant so",
             )
+        self._saved = ()
 
 
 def has_optimizer_of(state: object, groups: Iterable[Mapping[str, Any]]) -> bool:

@@ -179,10 +179,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     @property
     def may_be_saved_later(self) -> bool:
-        """True while no worker is left and servers have all values: another scheduler, with the
-        journal, can make the last checkpoint.
+        """True while no worker is left, and no value is lost that a checkpoint would have: another
+        scheduler, with the journal, can make the last one.
         """
-        is_lost = bool(self._view.lost_words) or self._cluster.servers_have_left
+        is_lost = bool(self._cluster.checkpoints.lost_words)
         return self._cluster.members.workers_are_done and not is_lost
 
     def finish(self) -> bool:

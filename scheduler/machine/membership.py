@@ -399,10 +399,12 @@ class Membership:
         return transitions
 
     def _unneeded(self) -> list[Node]:
-        """Silent nodes that nothing waits for; a silent server may have the only copy of ranges."""
+        """Silent nodes that nothing waits for; a silent server may have the only copy of values."""
         nodes = self._state.nodes_of(Role.READER) + self._state.nodes_of(Role.SERVER)
         silent = [node for node in nodes if node.state is NodeState.SILENT]
-        holders = self._state.holders if silent else frozenset()
+        ranges = self._state.ranges if silent else ()
+        held = self._state.range_bytes
+        holders = {node_id for r in ranges if held.get(r.range_id) for node_id in r.holders}
         return [node for node in silent if node.node_id not in holders]
 
     def _move(self, node: Node, state: NodeState) -> Node:

@@ -63,6 +63,18 @@ def test_a_server_without_values_that_leaves_loses_nothing() -> None:
         assert now.assignment_epoch == was.assignment_epoch + 1
 
 
+def test_a_silent_server_without_values_is_given_up() -> None:
+    """No table would be made in its ranges otherwise, until it comes back."""
+    cluster = Emptied()
+    silent, stays = cluster.servers
+    cluster.remove()
+    for _ in range(200):
+        cluster.pass_time(0.5, stays)
+    (unplaced,) = cluster.of(RangesUnplaced)
+    assert unplaced.primary.node_id == silent.node_id
+    assert not cluster.held_by(silent)
+
+
 def test_another_table_places_them_anew() -> None:
     cluster = Emptied()
     left, stays = cluster.servers

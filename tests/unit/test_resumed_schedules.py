@@ -172,6 +172,17 @@ def of_wrapped(optimizer: Any) -> Holder:
     return Holder(Wrapped(optimizer))
 
 
+def test_after_the_first_step_the_groups_are_the_scripts() -> None:
+    """A state with the optimizer in it may be attached at the first evaluation."""
+    saved = saved_after(warm_up, Momentum, 5)
+    optimizer = optimizer_of(Momentum)
+    points, own = resumed(optimizer, saved)
+    own.check("model")  # as a step does
+    optimizer.param_groups[0]["lr"] = 0.7
+    load(points, "best", Holder(optimizer), {})
+    assert optimizer.param_groups[0]["lr"] == 0.7
+
+
 @pytest.mark.parametrize("build", [of_schedule, of_dict, of_another_holder, of_wrapped])
 def test_a_state_that_has_the_optimizer_in_it_counts_as_its_schedule(build: Any) -> None:
     saved = saved_after(warm_up, Momentum, 5)

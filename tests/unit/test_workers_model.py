@@ -17,6 +17,7 @@ from ps_worker.training.among_workers.workers_model import (
     explained,
     settings_of,
 )
+from ps_worker.training.local_optimizer import local_state
 from tests.unit.table_client import parameter, trained_tables
 
 
@@ -50,6 +51,13 @@ class Copy:
 def changes(copy: Copy) -> list[str]:
     """What it tells beside its settings."""
     return [name for name in copy.told if name not in settings_of(copy.inner.param_groups[0])]
+
+
+def test_who_reads_the_state_has_changed_nothing() -> None:
+    copy = Copy()
+    copy.step()
+    assert local_state(copy.inner)  # as `DistributedOptimizer.state` does, at one worker
+    assert changes(copy) == []
 
 
 def test_the_settings_of_a_group_are_told_by_name() -> None:

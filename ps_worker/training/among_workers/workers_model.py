@@ -28,6 +28,7 @@ from ps_core import limits
 from ps_core.errors import InvalidConfig
 from ps_core.tables.optimizers import DISAGREE, Hyperparameters
 from ps_worker.steps.steps import PushTicket
+from ps_worker.training.local_optimizer import local_state
 from ps_worker.training.planned_edits import Edited, digest_of, names_of
 from ps_worker.training.served_state import DIGEST_BYTES, digest_of_arrays
 from ps_worker.training.tables.trained_table import TrainedTable
@@ -64,7 +65,7 @@ class WorkersModel:
         self._rank = rank
         self._tables = tables
         self._inner = inner
-        self._state: object = inner.state  # another object when torch has loaded one
+        self._state: object = local_state(inner)  # another object when torch has loaded one
         self._versions: dict[TrainedTable, list[int]] = {}
         self._history = b""
         self._words = ""  # the last change
@@ -74,7 +75,7 @@ class WorkersModel:
         """The tables of a new group are there, whose values and state `load` loads."""
         self.take_changes()
         load()
-        self._state = self._inner.state
+        self._state = local_state(self._inner)
         self._mark(tables)
 
     def take_changes(self) -> None:
@@ -82,8 +83,8 @@ class WorkersModel:
         if edited := self._edited():
             self._add(f"changes of {names_of(edited)}", digest_of(edited))
             self._mark(edited)
-        if self._inner.state is not self._state:
-            self._state = self._inner.state
+        if (state := local_state(self._inner)) is not self._state:
+            self._state = state
             self._add("loaded optimizer state", _digest_of_state(self._inner))
 
     def step(self, clip_norm: float | None) -> float | None:
