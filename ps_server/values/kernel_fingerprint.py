@@ -33,6 +33,11 @@ _ROW_ELEMENTS = 24
 _STEP_COUNT = 3
 _DIGEST_CHARS = 16
 
+try:  # reads a file, so not on an event loop
+    _RELEASE = metadata.version("pushpull")
+except metadata.PackageNotFoundError:  # run from a folder
+    _RELEASE = "unknown"
+
 _SPECS = (
     OptimizerSpec(OptimizerKind.SGD, (("lr", 0.1), ("momentum", 0.9), ("weight_decay", 0.01))),
     OptimizerSpec(OptimizerKind.ADAM, amsgrad=True),
@@ -57,17 +62,10 @@ def kernel_fingerprint() -> str:
         for dtype in (torch.float32, torch.float64):
             _run_rows(OptimizerSpec(kind), dtype, digest)
     return (
-        f"pushpull={_release()};torch={torch.__version__};"
+        f"pushpull={_RELEASE};torch={torch.__version__};"
         f"cpu={torch.backends.cpu.get_cpu_capability()};"
         f"selftest={digest.hexdigest()[:_DIGEST_CHARS]}"
     )
-
-
-def _release() -> str:
-    try:
-        return metadata.version("pushpull")
-    except metadata.PackageNotFoundError:  # run from a folder
-        return "unknown"
 
 
 def _run(spec: OptimizerSpec, dtype: torch.dtype, digest: hashlib._Hash) -> None:
