@@ -187,7 +187,9 @@ class PeerLink:
             self._call = None
             self._queue.end()
             writer.cancel()
-            await asyncio.gather(writer, return_exceptions=True)
+            (end,) = await asyncio.gather(writer, return_exceptions=True)
+            if isinstance(end, Exception):  # else the reader alone says that the stream ended
+                logs.exception("peer_link_failed", end, server=self.node.node_id)
 
     async def _write(self, call: ServerCall) -> None:
         """Write queued messages. If the stream breaks, the reader reports why."""

@@ -86,6 +86,8 @@ class Primary:
             del self._catching_up[node_id]
             if node_id not in self._configured | self._in_question:
                 self.log.exclude(node_id)
+        present = {*self.log.backups, *self._catching_up}
+        self._heard_s = {n: at_s for n, at_s in self._heard_s.items() if n in present}
         return is_renewed
 
     def _resume(self, assignment: RangeAssignment) -> None:

@@ -382,3 +382,44 @@ def test_a_stranger_at_a_peers_address_hears_nothing(
 
     asyncio.run(scenario())
     assert "peer_link_failed" not in caplog.text
+
+
+class Taking(Answering):
+    """Takes what another server sends."""
+
+    async def replicate(
+        self, requests: AsyncIterator[bytes], _context: Any
+    ) -> AsyncIterator[bytes]:
+        async for _ in requests:
+            yield replication_pb2.ReplicateResponse(
+                node_id=self.node_id, incarnation=self.node_id * 10
+            ).SerializeToString()
+
+
+def test_a_message_that_cannot_be_written_is_said_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A bug of ours: the stream is opened again, and its reader alone would not say why."""
+
+    class Peer:
+        link: PeerLink
+
+        def peer_opened(self, peer: NodeId) -> None:
+            del peer
+            self.link.send((cast(bytes, "no bytes"),))
+
+        def peer_said(self, peer: NodeId, response: object) -> None: ...
+
+    async def scenario() -> None:
+        peer = Peer()
+        async with grpc_node(Taking(ONE)) as address:
+            link = peer.link = PeerLink(node(address), WORKER, peer, PeerQueue())
+            with said_in_log("peer_unreachable") as said:
+                link.begin()
+                async with asyncio.timeout(10):
+                    await said.wait()
+            await link.close()
+
+    asyncio.run(scenario())
+    assert "peer_link_failed" in caplog.text
+    assert "TypeError" in caplog.text

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from ps_core.cluster_view import RangeAssignment
 from ps_core.errors import InvariantViolation
-from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
+from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.ledger import Ending
 from ps_server.ranges.range_copy import RangeDelta, WorkerFacts, fresh_copy
 from ps_server.replication.backup import Replica
 from ps_server.replication.lease import MAX_DRIFT
-from ps_server.replication.messages import LogRecord
+from ps_server.replication.messages import Ack, LogRecord
+from ps_server.replication.primary import Primary
 from ps_server.replication.replication_log import RangeLog
 from tests.unit.machine_harness import make_table
 
@@ -97,6 +99,20 @@ def test_one_that_joins_counts_before_it_is_configured() -> None:
     assert log.release(1.0) == []
     log.reconfigure(AssignmentEpoch(3), [TWO])
     assert log.release(1.0) == ["a"]
+
+
+def test_servers_that_left_are_no_longer_heard() -> None:
+    """However many replace each other: a primary that knew each that ever answered would grow."""
+    ((slots),) = key_ranges(1)
+    primary = Primary(log_with(TWO), LEASE_S, heard_s=0.0)
+    for number in range(3, 20):
+        came = NodeId(number)
+        epoch = AssignmentEpoch(number)
+        primary.log.include(came, 0)
+        primary.observe(RangeAssignment(RANGE, slots, epoch, ONE, (came,), term=EPOCH))
+        primary.acked(came, Ack(RANGE, 0, epoch), 1.0)
+        assert primary.backup_request(2.0) is None, "all that count are heard"
+    assert set(primary._heard_s) <= {NodeId(18), came}
 
 
 # --- the backup
