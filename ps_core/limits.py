@@ -234,6 +234,10 @@ LEASE_S = 3.0
 SCHEDULER_RECONNECT_S = 0.25
 """Longest wait between two attempts of a node to reach an absent scheduler, which judges the node a
 lease after it is back."""
+LOG_STALL_S = 20.0
+"""Time for which a disk may be busy with one operation of an update log, which an overloaded one
+takes seconds for. After it the log has failed: its server ends, and others take over before reads
+have waited for their whole deadline."""
 WORKER_TIMEOUT_S = 30.0
 """Silence after which a worker is declared gone: the default wait of other workers' reads, so that
 a read which waited for a dead worker in vain succeeds when it is repeated."""

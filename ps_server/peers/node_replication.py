@@ -238,6 +238,7 @@ class ReplicatedRanges:
         yield from self._giving_snapshots()
         log = self.update_log
         if log is not None:
+            log.look(self._now())
             if log.failure is not None:
                 raise log.failure
             yield from self.logged.looking()

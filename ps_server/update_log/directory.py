@@ -34,7 +34,8 @@ _PIECE_BYTES = 8 * 1024 * 1024
 class LogDirectory:
     """A directory whose lock this process holds. `log_id` has 16 bytes; `is_new` if it was drawn
     since this process has the lock. `former_ids` are those of logs before it, the newest first:
-    nothing of them is claimed any more.
+    nothing of them is claimed any more. While `is_written`, `close` leaves the lock: a thread may
+    yet write, and only the end of the process ends that.
     """
 
     def __init__(self, path: Path, disk: Disk = DISK) -> None:
@@ -46,6 +47,7 @@ class LogDirectory:
         """
         self.path = path
         self.disk = disk
+        self.is_written = False
         try:
             disk.make_durable_directory(path)
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -159,6 +161,8 @@ class LogDirectory:
 
     def close(self) -> None:
         """Release the lock. Idempotent."""
+        if self.is_written:
+            return
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)

@@ -4,7 +4,9 @@
 
 Rules:
     - `on_written` is called when the system has a record; with `is_synced` when the disk has it.
-    - A log whose write failed has failed: nothing counts as written after that.
+    - A log whose write failed has failed: nothing counts as written after that. So has one whose
+      disk is busy with one operation for `LOG_STALL_S` in which the server was awake: else its
+      ranges would wait, and nobody take them over.
     - The header of a writer's first segment is synced, whatever the setting: it shows after a power
       cut that something followed, even if nothing else of that is left.
     - Before a synced log is written to, the disk has all that its last writers left unsynced.
@@ -17,6 +19,7 @@ Everything but the thread belongs to one event loop.
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 import time
@@ -24,14 +27,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ps_core import limits
 from ps_core.errors import InvalidUpdateLog
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
 from ps_runtime.observe import logs
+from ps_runtime.system import clock
 from ps_runtime.system.disk import Disk, WriteBehind
 from ps_server.update_log.directory import LogDirectory
 from ps_server.update_log.format import MAGIC, FrameKind, Head, frame_bytes, packed, padding
 from ps_server.update_log.segments import LogSegments
 from pushpull.v1 import update_log_pb2
+
+_PIECES_BYTES = 8 * 1024 * 1024
+"""A snapshot is written in operations of so many bytes, or little more."""
+
+_MOST_LOOK_S = 1.0
+"""Time that counts between two looks: beyond it the server was paused, and its disk with it."""
+
+_LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +136,7 @@ class UpdateLog:
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._writer = _Writer(directory, setting.is_synced, self._queue, self._said)
+        self._stall = _Stall(self._writer)
         for number in unsynced if setting.is_synced else ():
             self._queue.put(_UnsyncedSegment(number))
         self._next_segment()
@@ -167,27 +181,52 @@ class UpdateLog:
             logs.debug("update_log_unheard")
 
     def _heard(self, written: Written | None, problem: str) -> None:
-        if written is None:
-            self.failure = self.failure or InvalidUpdateLog(problem)
-            logs.error("update_log_failed", reason=problem)
+        if written is None or self.failure is not None:
+            self._fail(problem)
             return
         self.queued_bytes -= written.byte_count
         self.segments.wrote(written.begin_count)
         self.on_written(written)
 
+    def _fail(self, problem: str) -> None:
+        if problem and self.failure is None:
+            self.failure = InvalidUpdateLog(problem)
+            logs.error("update_log_failed", reason=problem)
+
+    def look(self, now_s: float) -> None:
+        """See that the disk goes on; to be called several times a second."""
+        if self._stall.lasts(now_s):
+            self._fail(
+                _problem(self._directory, f"the disk does not answer for {limits.LOG_STALL_S:g} s")
+            )
+
     async def close(self) -> None:
-        """Write everything that was appended, and release the directory."""
+        """Write everything that was appended, and release the directory. If the disk does not
+        answer, the lock stays until the process ends.
+        """
         self.on_written = _nothing
         self._queue.put(None)
         await asyncio.to_thread(self._end)
 
     def _end(self) -> None:
-        self._writer.join()
+        while self._writer.is_alive() and not self._stall.lasts(clock.now_s()):
+            self._writer.join(_LOOK_S)
         self._directory.close()
 
 
+def _problem(directory: LogDirectory, said: str) -> str:
+    return (
+        f"{directory.path}: the update log cannot be written: {said}; all answered updates are in "
+        "it: mend that, and start again"
+    )
+
+
 class _Writer(threading.Thread):
-    """Does jobs until it gets None."""
+    """Does jobs until it gets None.
+
+    Attributes:
+        operation: the number of the disk's operation that is under way; 0: none is.
+    """
 
     def __init__(
         self,
@@ -207,6 +246,8 @@ class _Writer(threading.Thread):
         self._behind = WriteBehind()
         self._segment = 0
         self._group = 0
+        self._operation_count = self.operation = 0
+        directory.is_written = True
 
     def run(self) -> None:
         try:
@@ -215,18 +256,22 @@ class _Writer(threading.Thread):
                 items, is_closed = self._next()
                 self._say(self._write(items), "")
         except Exception as error:  # noqa: BLE001 - whatever it is, nothing counts as written now
-            said = str(error) or type(error).__name__
-            reason = f"{self._directory.path}: the update log cannot be written: {said}"
-            self._say(None, f"{reason}; all answered updates are in it: mend that, and start again")
+            self._say(None, _problem(self._directory, str(error) or type(error).__name__))
         finally:
             if self._descriptor is not None:
                 self._disk.close(self._descriptor)
+            self._directory.is_written = False
+
+    def _note_operation(self) -> None:
+        self._operation_count += 1
+        self.operation = self._operation_count
 
     def _next(self) -> tuple[list[_Job], bool]:
         """Jobs that wait, at least one; and True if the log was closed behind them. A server that
         ends may append more, which nobody sees.
         """
         items: list[_Job] = []
+        self.operation = 0
         while not items or not self._source.empty():
             item = self._source.get()
             if item is None:
@@ -238,6 +283,7 @@ class _Writer(threading.Thread):
         self._group += 1
         written = Written()
         for item in items:
+            self._note_operation()
             match item:
                 case _UnsyncedSegment(number):
                     self._directory.sync(number)
@@ -253,6 +299,7 @@ class _Writer(threading.Thread):
                     if kind in (FrameKind.SNAPSHOT, FrameKind.BEGIN):
                         written.begin_count += 1
         if self._is_synced and self._descriptor is not None:
+            self._note_operation()
             self._disk.sync(self._descriptor)
         return written
 
@@ -282,14 +329,40 @@ class _Writer(threading.Thread):
     def _put(self, item: LogItem) -> None:
         time_s, group = time.time(), self._group % 2**32
         pieces: list[bytes | memoryview] = []
+        byte_count = 0
         for index, payload in enumerate(item.payloads):
             length, is_last = sum(map(len, payload)), index == len(item.payloads) - 1
             head = Head(length, item.kind, is_last, item.range_id, group, item.number, time_s)
             pieces += packed(head, *payload), *payload, padding(length)
+            byte_count += length
+            if is_last or byte_count >= _PIECES_BYTES:
+                self._write_pieces(pieces)
+                pieces, byte_count = [], 0
+
+    def _write_pieces(self, pieces: Sequence[bytes | memoryview]) -> None:
         if self._descriptor is not None:
+            self._note_operation()
             self._offset += self._disk.write_all(self._descriptor, pieces, self._offset)
             for window in self._behind.written(self._offset):
                 self._disk.let_go(self._descriptor, *window)
+
+
+class _Stall:
+    """Time for which a writer is in one operation of the disk, as seen from outside its thread."""
+
+    def __init__(self, writer: _Writer) -> None:
+        self._writer = writer
+        self._operation = 0
+        self._looked_s = -math.inf
+        self._lasts_s = 0.0
+
+    def lasts(self, now_s: float) -> bool:
+        """True if it lasts too long; to be called several times a second."""
+        operation, passed_s = self._writer.operation, min(now_s - self._looked_s, _MOST_LOOK_S)
+        is_same = operation and operation == self._operation
+        self._lasts_s = self._lasts_s + passed_s if is_same else 0.0
+        self._operation, self._looked_s = operation, now_s
+        return self._lasts_s >= limits.LOG_STALL_S
 
 
 def _size(item: LogItem) -> int:

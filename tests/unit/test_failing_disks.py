@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import threading
 from dataclasses import replace
@@ -14,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ps_core import limits
 from ps_core.cluster_view import Role, Session
-from ps_core.errors import InvalidCheckpoint, InvalidUpdateLog
+from ps_core.errors import InvalidCheckpoint, InvalidUpdateLog, Recovering
 from ps_core.keys import Incarnation, NodeId, RangeId
 from ps_runtime.checkpoint.part_file import StoredWorker
 from ps_runtime.checkpoint.part_writer import (
@@ -113,6 +115,66 @@ def test_a_log_that_was_not_synced_is_gone_on_with_and_the_power_goes(
         found = recovered(left / "log")
         assert all(found.has(*each) for each in answered), survival
         assert not list(left.rglob("*.damaged"))
+
+
+def test_a_log_whose_disk_does_not_answer_has_failed(tmp_path: Path) -> None:
+    """Its server ends, and does not wait for the disk. The lock stays: the disk may go on, and then
+    the log has more than what was answered.
+    """
+    path, disk = tmp_path / "log", BrokenDisk()
+
+    async def scene() -> None:
+        server = LoggedServer(path, 1, Setting(is_synced=True, disk=disk))
+        await server.push(1)
+        answered = list(server.answered)
+        disk.begins.clear()
+        disk.goes_on.clear()
+        await server.push(2, waits=False)
+        assert await asyncio.to_thread(disk.begins.wait, 20)
+        looks = (number / 2 for number in itertools.count())
+        begin_s = now_s = next(looks)
+        while server.log.failure is None:
+            server.log.look(now_s)
+            now_s = next(looks)
+        assert now_s - begin_s >= limits.LOG_STALL_S
+        with pytest.raises(InvalidUpdateLog, match=r"does not answer for 20 s; .* start again"):
+            server.node.tick()
+        await server.end()
+        with pytest.raises(Recovering, match="another server writes this update log"):
+            LogDirectory(path, disk)
+        disk.goes_on.set()
+        await asyncio.to_thread(server.log._writer.join)
+        heard = asyncio.Event()  # behind what the writer says
+        asyncio.get_running_loop().call_soon(heard.set)
+        await heard.wait()
+        assert server.answered == answered
+        server.recovered_log.directory.close()  # as the end of the process
+
+    asyncio.run(scene())
+    assert recovered(path).recovered_log.is_claimed
+
+
+def test_a_log_of_a_server_that_was_paused_has_not_failed(tmp_path: Path) -> None:
+    """Its disk has done nothing meanwhile, and neither has a disk that has nothing to do."""
+    disk = BrokenDisk()
+
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting(is_synced=True, disk=disk))
+        await server.push(1)
+        for now_s in (0.0, 1.0, 1e3, 1e6):
+            server.log.look(now_s)
+        disk.begins.clear()
+        disk.goes_on.clear()
+        await server.push(2, waits=False)
+        assert await asyncio.to_thread(disk.begins.wait, 20)
+        for now_s in (2e6, 3e6, 4e6):
+            server.log.look(now_s)
+        disk.goes_on.set()
+        await server.written()
+        assert server.log.failure is None
+        await server.end()
+
+    asyncio.run(scene())
 
 
 @pytest.mark.parametrize("timeline", [TIMELINE, b"n" * 16])
