@@ -203,6 +203,32 @@ def test_a_checkpoint_is_made_once_and_the_server_stays_with_a_named_run(tmp_pat
         client.close(leave=False)
 
 
+@pytest.mark.thorough
+@pytest.mark.timeout(120)
+def test_a_server_that_had_values_of_a_removed_run_alone_leaves_and_ends_no_run() -> None:
+    """Its ranges are empty: the next table is trained on them, on the server in its place."""
+    with (
+        replicated_cluster(2, 1, replica_count=1) as cluster,
+        ps.connect(cluster.address, request_deadline_s=DEADLINE_S) as client,
+    ):
+        with ps.connect(cluster.address, run="over", world_size=1) as named:
+            made = named.create_table("model", ELEMENTS, optimizer=ps.SGD(lr=1.0))
+            named.push_pull(made, np.ones(ELEMENTS, np.float32))
+        result = CliRunner().invoke(app, ["runs", "remove", "over", "--scheduler", cluster.address])
+        assert result.exit_code == 0, result.output
+        first, second = cluster.living
+        cluster.stop(first)
+        assert cluster.lines(first.process, "leaves_with_the_only_copy") == []
+        cluster.wait_line(cluster.scheduler, "event=ranges_unplaced")
+        (third,) = cluster.start()
+        table = client.create_table("next", ELEMENTS, optimizer=ps.SGD(lr=1.0), block_elements=64)
+        values = client.push_pull(table, np.full(ELEMENTS, -2.0, np.float32))
+        assert set(np.asarray(values).tolist()) == {2.0}
+        primaries = {each.primary for each in cluster.views.catch_up().ranges}
+        assert primaries == {cluster.node_id(second), cluster.node_id(third)}
+        assert cluster.lines(cluster.scheduler, "event=ranges_lost") == []
+
+
 @pytest.mark.timeout(90)
 def test_what_is_lost_all_the_same_is_told_at_once() -> None:
     """One copy, no place for checkpoints: nothing could have it when its server is stopped."""
