@@ -35,7 +35,7 @@ def checkpoints_again_under(url: str) -> str:
     try:
         store.check_writable()
     except InvalidCheckpoint as error:
-        logs.error("checkpoints_not_writable", url=store.url, error=error.message)
+        logs.error("checkpoints_not_writable", url=store.url, reason=error.message)
     return store.url
 
 
