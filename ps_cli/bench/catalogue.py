@@ -18,7 +18,7 @@ from ps_cli.bench.measurements.codecs import codecs, codecs_view
 from ps_cli.bench.measurements.dense import dense, dense_view
 from ps_cli.bench.measurements.failover import failover, failover_fault, failover_view
 from ps_cli.bench.measurements.latency import latency, latency_view
-from ps_cli.bench.measurements.link import link, link_view
+from ps_cli.bench.measurements.link import link, link_fault, link_view
 from ps_cli.bench.measurements.memory import memory, memory_view
 from ps_cli.bench.measurements.optimizers import optimizers, optimizers_view
 from ps_cli.bench.measurements.replicated import replicated, replicated_view
@@ -63,7 +63,9 @@ BENCHMARKS = {
         "updates in a server, without the network, GB/s of gradient", optimizers, optimizers_view
     ),
     "codecs": Benchmark("codecs on one core, and rounds in them, GB/s", codecs, codecs_view),
-    "link": Benchmark("rounds over a link of a given rate, as root, seconds", link, link_view),
+    "link": Benchmark(
+        "rounds over a link of a given rate, as root, seconds", link, link_view, fault=link_fault
+    ),
     "memory": Benchmark("peak memory of a server and a worker, MB", memory, memory_view),
     "sessions": Benchmark("many sessions on one server, GB/s", sessions, sessions_view),
     "shards": Benchmark(

@@ -37,6 +37,7 @@ def test_fewer_bytes_travel_over_a_link(tmp_path: Path) -> None:
     rows = document["rows"]
     codecs = ["none", "bf16", "fp16", "int8", "sign", "topk", "lowrank"]
     assert [row["codec"] for row in rows] == codecs
+    assert all(0 < row["of_link"] <= 1 for row in rows), "no round is faster than the link"
     whole, half, _, quarter, signs, few, factors = rows
     for row, bytes_over in (
         (half, 0.5),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,9 @@ from ps_runtime.cluster import join_secret
 DEFAULT_SIZE_MB = 64
 QUICK_SIZE_MB = 2
 CODECS = (NONE, "bf16", "fp16", "int8", "sign", "topk", "lowrank")
+
+_Round = tuple[float, int, int]
+"""Seconds, and bytes sent and received."""
 
 
 def link(settings: BenchSettings) -> dict[str, Any]:
@@ -64,6 +68,7 @@ def link(settings: BenchSettings) -> dict[str, Any]:
                 "round_over_none": rounded(medians[NONE][0] / taken_s),
                 "pushed_bytes": round(sent),
                 "pulled_bytes": round(received),
+                "of_link": rounded(_most_of_link(samples[codec], settings)),
                 "bytes_over_none": rounded((sent + received) / sum(medians[NONE][1:])),
             }
             for codec, (taken_s, sent, received) in medians.items()
@@ -85,11 +90,29 @@ def link_round_s(byte_count: int, settings: BenchSettings) -> float:
     return 2 * byte_count * 8 / 1e6 / settings.rate_mbit
 
 
+def _most_of_link(rounds: Sequence[_Round], settings: BenchSettings) -> float:
+    """The highest share of a round's time that the link takes for its bytes. What is pulled leaves
+    when all that is pushed has arrived, so the two directions follow each other.
+    """
+    byte_s = 8 / 1e6 / settings.rate_mbit
+    return max((sent + received) * byte_s / taken_s for taken_s, sent, received in rounds)
+
+
+def link_fault(document: dict[str, Any]) -> str:
+    """The reason why the benchmark failed; empty: no round was faster than the link."""
+    return "; ".join(
+        f"{row['codec']}: the link takes {row['of_link']:g} times as long for the bytes of a round "
+        "as the round took"
+        for row in document["rows"]
+        if row["of_link"] > 1
+    )
+
+
 def _trained_s(worker: Child, name: str) -> float:
     return float(worker.do(name).result)
 
 
-def _moved(worker: Child, codec: str) -> tuple[float, int, int]:
+def _moved(worker: Child, codec: str) -> _Round:
     seconds, sent, received = worker.do(codec).result
     return seconds, sent, received
 
@@ -98,7 +121,7 @@ def link_view(document: dict[str, Any]) -> RenderableType:
     environment = document["environment"]
     table = figures_table(
         f"link: a round over {environment['rate_mbit']} Mbit/s",
-        *("seconds", "over none", "bytes", "bytes over none"),
+        *("seconds", "of the link", "over none", "bytes", "bytes over none"),
         caption=f"the link alone, float32 both ways, one after the other: "
         f"{document['ceilings']['link_round_s']:.3f} s. A step whose computation takes as long: "
         + " and ".join(
@@ -111,6 +134,7 @@ def link_view(document: dict[str, Any]) -> RenderableType:
         table.add_row(
             row["codec"],
             f"{row['round_s']:.3f}",
+            f"{row['of_link']:.0%}",
             f"{row['round_over_none']:.2f}",
             f"{byte_count / 1e6:.1f} MB",
             f"{row['bytes_over_none']:.3f}",
