@@ -6,6 +6,7 @@ import importlib.util
 import sys
 
 from ps_core.errors import InvalidConfig
+from ps_runtime.system.capacity import usable_core_count
 
 CPU, CUDA = DEVICES = ("cpu", "cuda")
 
@@ -26,3 +27,10 @@ def name_of(device: str) -> str:
             "device on this machine"
         )
     return str(torch.cuda.get_device_name())
+
+
+def transformer_thread_count() -> int:
+    """Torch's threads on a CPU in each process that trains the transformer: half of the cores,
+    because a cluster's servers need some.
+    """
+    return max(1, usable_core_count() // 2)

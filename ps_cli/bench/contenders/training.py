@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,23 @@ import ps_worker as ps
 from ps_cli.bench.contenders.child import Actions
 from ps_cli.bench.devices import CUDA
 from ps_runtime.grpc.channels import tune_allocator
+from ps_runtime.system.capacity import usable_core_count
 
 BYTE_COUNT = 256
 LEARNING_RATE = 1e-3
 
 PLAIN, TUNED = "plain", "tuned"
 """Ways to train alone: as any script, and with the allocator settings of `ps_worker`."""
+
+
+def on_all_cores(run: Callable[[], float]) -> float:
+    """Do it while torch has all cores, and not as many as in the others; in the main thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(usable_core_count())
+    try:
+        return run()
+    finally:
+        torch.set_num_threads(before)
 
 
 class ByteModel(nn.Module):
@@ -131,10 +143,12 @@ def training(way: str, scheduler: str, device: str, *sizes: str) -> Iterator[Act
             tune_allocator()
         plain = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
         fused = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, fused=True)
+        alone = _Training(model, fused, shape)
         yield {
             "steps": _Training(model, plain, shape).steps,
-            "fused steps": _Training(model, fused, shape).steps,
-            "bare steps": _Training(model, fused, shape).bare_steps,
+            "fused steps": alone.steps,
+            "all cores steps": partial(on_all_cores, alone.steps),
+            "bare steps": alone.bare_steps,
             "parameters": lambda: element_count,
         }
         return

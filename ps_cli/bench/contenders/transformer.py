@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ps_worker as ps
 from ps_cli.bench.contenders.child import Actions
 from ps_cli.bench.contenders.contenders import ALONE, HEAD_WIDTH
-from ps_cli.bench.contenders.training import BYTE_COUNT, LEARNING_RATE
-from ps_cli.bench.devices import CUDA
+from ps_cli.bench.contenders.training import BYTE_COUNT, LEARNING_RATE, on_all_cores
+from ps_cli.bench.devices import CUDA, transformer_thread_count
 from ps_worker.training.tables.device_copies import pinned_bytes
 
 
@@ -126,7 +125,7 @@ def training(
     """A training; the way is alone, or a lane; sizes are layers, width, batch and length."""
     layer_count, width, *shape = map(int, sizes)
     if device != CUDA:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
+        torch.set_num_threads(transformer_thread_count())
     torch.manual_seed(0)
     model = Transformer(layer_count, width).to(device)
     element_count = sum(parameter.numel() for parameter in model.parameters())
@@ -140,6 +139,7 @@ def training(
             spread = trained(wrapped)
             yield {
                 "steps": lambda: plain.timed(adam.step),
+                "all cores steps": lambda: on_all_cores(lambda: plain.timed(adam.step)),
                 "bare steps": lambda: plain.timed(lambda: None),
                 "ddp steps": lambda: spread.timed(adam.step),
                 "parameters": lambda: element_count,

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 import ps_worker as ps
 from ps_cli.bench.contenders.child import Child, started
 from ps_cli.bench.contenders.contenders import ALONE, HEAD_WIDTH, enter_all
-from ps_cli.bench.devices import CPU, name_of
+from ps_cli.bench.devices import CPU, name_of, transformer_thread_count
 from ps_cli.bench.instruments.sampling import MIB, figures_table, rounded, take_turns
 from ps_cli.bench.lanes import AUTO, LANES
 from ps_cli.bench.measurements.train import transfer_cells
@@ -36,6 +36,15 @@ ROUND_COUNT = 3
 MAX_SERVER_COUNT = 8
 
 _CEILINGS = {"local": "steps", "ddp": "ddp steps", "bare": "bare steps"}
+_CPU_CEILINGS = {"local_all_cores": "all cores steps"}
+"""On a CPU, whose cores the servers of a cluster have as well."""
+
+_NAMES = {
+    "local": "fused Adam",
+    "local_all_cores": "the same on all cores",
+    "ddp": "under DDP",
+    "bare": "no update",
+}
 
 
 def train_sized(settings: BenchSettings) -> dict[str, Any]:
@@ -65,6 +74,7 @@ def train_sized(settings: BenchSettings) -> dict[str, Any]:
             "width": width,
             "batch": batch,
             "length": length,
+            **({"torch_threads": transformer_thread_count()} if settings.device == CPU else {}),
             "round_count": min(ROUND_COUNT, settings.round_count),
         },
         "ceilings": ceilings,
@@ -91,14 +101,15 @@ def _measure(
         found = enter_all(stack, [_trainer(way, shape, server_count) for way in ways])
         trainers = dict(zip(ways, found, strict=True))
         alone = trainers[ALONE]
-        runs = {key: alone.timed(action) for key, action in _CEILINGS.items()}
+        actions = _CEILINGS | (_CPU_CEILINGS if shape[0] == CPU else {})
+        runs = {key: alone.timed(action) for key, action in actions.items()}
         for way in asked:
             runs |= {f"{way} {each}": trainers[way].timed(each) for each in ("steps", "transfer")}
         round_count = min(ROUND_COUNT, settings.round_count)
         samples = take_turns(runs, round_count, settings.on_progress)
         medians = {name: statistics.median(taken) for name, taken in samples.items()}
         parameter_count = int(alone.do("parameters").result)
-        ceilings = {f"{key}_step_s": rounded(medians[key]) for key in _CEILINGS}
+        ceilings = {f"{key}_step_s": rounded(medians[key]) for key in actions}
         ceilings["local_peak_device_mb"] = rounded(float(alone.do("peak").result))
         rows = []
         for way in asked:
@@ -115,6 +126,11 @@ def _measure(
                 "step_s": rounded(step_s),
                 "of_local": rounded(medians["local"] / step_s),
                 "of_ddp": rounded(medians["ddp"] / step_s),
+                **{
+                    f"of_{key}": rounded(medians[key] / step_s)
+                    for key in _CPU_CEILINGS
+                    if key in medians
+                },
                 "transfer_s": rounded(transfer_s),
                 "exposed_s": rounded(exposed_s),
                 "hidden": rounded(min(1.0, max(0.0, 1.0 - exposed_s / transfer_s))),
@@ -152,9 +168,10 @@ def train_sized_view(document: dict[str, Any]) -> RenderableType:
     )
     for count in dict.fromkeys(row["micro_batches"] for row in document["rows"]):
         peak = f"{ceilings[f'local_peak_device_mb_{count}']:.0f}"
-        for name, key in (("fused Adam", "local"), ("under DDP", "ddp"), ("no update", "bare")):
-            step = f"{ceilings[f'{key}_step_s_{count}']:.4f}"
-            steps.add_row(f"alone, {name}, x{count}", step, "", "", peak)
+        for name, key in _NAMES.items():
+            found = ceilings.get(f"{key}_step_s_{count}")
+            if found is not None:
+                steps.add_row(f"alone, {name}, x{count}", f"{found:.4f}", "", "", peak)
     for row in document["rows"]:
         name = f"{row['lane']} ({row['asked_lane']}), {row['servers']} servers"
         name += f", x{row['micro_batches']}"
