@@ -38,6 +38,7 @@ class Pair:
     """A client that does actions, and its server.
 
     `is_restless`: both use the processor while they are idle, so they are paused between actions.
+    Their own check of what they have done is the action "check".
     """
 
     client: Child
@@ -106,7 +107,9 @@ def raw_grpc(byte_count: int, call_count: int) -> Iterator[Pair]:
         address = server.do("address").result
         server.tell("serve")
         with started(("raw_grpc:client", size, address, str(call_count))) as (client,):
-            yield Pair(client, server)
+            pair = Pair(client, server)
+            yield pair
+            pair.do("check")
 
 
 @contextlib.contextmanager
@@ -115,10 +118,7 @@ def torch_rpc(lane: str, byte_count: int, call_count: int) -> Iterator[Pair]:
     with tempfile.TemporaryDirectory(prefix="pushpull-bench-") as folder:
         given = (lane, str(byte_count), str(Path(folder) / "store"))
         commands = ("torch_rpc:server", *given), ("torch_rpc:client", *given, str(call_count))
-        with started(*commands) as (server, client):
-            # Its shared-memory transport polls: two idle processes would keep two cores busy.
-            pair = Pair(client, server, is_restless=True)
-            pair.pause()
+        with _restless(commands) as pair:
             yield pair
 
 
@@ -128,8 +128,19 @@ def torch_rows(lane: str, row_count: int) -> Iterator[Pair]:
     with tempfile.TemporaryDirectory(prefix="pushpull-bench-") as folder:
         given = (lane, str(Path(folder) / "store"))
         commands = ("rows:rpc_server", *given), ("rows:rpc_client", *given, str(row_count))
-        with started(*commands) as (server, client):
-            yield Pair(client, server)
+        with _restless(commands) as pair:
+            yield pair
+
+
+@contextlib.contextmanager
+def _restless(commands: tuple[tuple[str, ...], tuple[str, ...]]) -> Iterator[Pair]:
+    """The server and the client of torch RPC."""
+    with started(*commands) as (server, client):
+        # Its shared-memory transport polls: two idle processes would keep two cores busy.
+        pair = Pair(client, server, is_restless=True)
+        pair.pause()
+        yield pair
+        pair.do("check")
 
 
 def members(

@@ -1,12 +1,14 @@
 """Processes: a worker on an embedding table, and a torch RPC server of the same rows.
 
 Both servers have the same rows, index, arrays and row-wise Adagrad (`ps_server.values.row_store`),
-so that what differs is what is around them.
+so that what differs is what is around them. At its end each worker and trainer pushes one batch of
+new ids several times, and compares the rows with those of a store of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,13 +24,14 @@ import ps_worker as ps
 from ps_cli.bench.contenders.child import Actions
 from ps_cli.bench.contenders.torch_rpc import SERVER, joined
 from ps_cli.bench.contenders.zipf import ZipfIds
+from ps_core.errors import Internal
 from ps_core.keys import TableId
 from ps_core.tables.elements import DType, Initializer, InitializerKind
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import RowsSpec, TableSpec
 from ps_core.work import at_once
-from ps_server.values.row_gradients import gradients_of
+from ps_server.values.row_gradients import RowGradients, gradients_of
 from ps_server.values.row_store import RowStore
 from ps_worker.spec.rows import RowBatch, cut_ids, ids_of, rows_of
 
@@ -104,6 +107,27 @@ def _actions(
         for name, verb in (("pull", pull), ("push", push))
         for count in (1, IN_FLIGHT_COUNT)
     }
+
+
+def _check(
+    start_push: Callable[[npt.NDArray[np.int64]], Any],
+    end_push: Callable[[Any], object],
+    pull: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float32]],
+    batches: Batches,
+) -> None:
+    """Push a batch of new ids, so many pushes at once; raise Internal unless each counts once."""
+    ids = np.arange(batches.row_count, batches.row_count + BATCH_COUNT)
+    push_count = 2 * IN_FLIGHT_COUNT
+    _timed(start_push, end_push, lambda: push_count * [ids], IN_FLIGHT_COUNT)()
+    store = _store()
+    for _ in range(push_count):
+        _update(store, gradients_of(0, ids.view(np.uint64), batches.gradient))
+    wrong = (pull(ids) != store.rows(0, ids.view(np.uint64))).any(axis=1)
+    if wrong.any():
+        raise Internal(
+            f"{wrong.sum()} rows of {BATCH_COUNT} are wrong after {push_count} pushes, "
+            f"{IN_FLIGHT_COUNT} at once"
+        )
 
 
 def cached_row_count(row_count: int) -> int:
@@ -188,6 +212,9 @@ def member(scheduler: str, lane: str, row_count: str, partition_count: str) -> I
             batch, ticket = started
             client.wait(ticket).take(batch.places, axis=0)
 
+        def pulled(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+            return client.pull_rows(table, ids)
+
         def start_push(ids: npt.NDArray[np.int64]) -> ps.PushTicket:
             return client.push_rows(table, ids, batches.gradient)
 
@@ -203,12 +230,15 @@ def member(scheduler: str, lane: str, row_count: str, partition_count: str) -> I
             "zipf_push 1": _timed(start_push, client.wait, zipf_run, 1),
             **{f"cached {count}": partial(cached.timed, count) for count in (1, IN_FLIGHT_COUNT)},
             "counts": cached.counts,
+            "check": lambda: _check(start_push, client.wait, pulled, batches),
         }
 
 
 # --- torch RPC
 
 _stores: list[RowStore] = []
+_updating = threading.Lock()
+"""A store knows one update at a time, and torch RPC answers calls in several threads."""
 
 
 def _store() -> RowStore:
@@ -224,6 +254,11 @@ def _store() -> RowStore:
     return RowStore(Table(TableId(1), 0, spec.validated()), (0,))
 
 
+def _update(store: RowStore, gradients: RowGradients) -> None:
+    store.accumulate(1, [(0, gradients)], 1.0)
+    at_once(store.applying(1, store.take(1), (), 1))
+
+
 def fetch(ids: torch.Tensor) -> torch.Tensor:
     """On the server: the rows of these ids."""
     return torch.from_numpy(_stores[0].rows(0, ids.numpy().view(np.uint64)))
@@ -231,10 +266,9 @@ def fetch(ids: torch.Tensor) -> torch.Tensor:
 
 def update(ids: torch.Tensor, gradients: torch.Tensor) -> None:
     """On the server: one step of the rows of these ids."""
-    store = _stores[0]
-    own = ids.numpy().view(np.uint64)
-    store.accumulate(1, [(0, gradients_of(0, own, gradients.numpy()))], 1.0)
-    at_once(store.applying(1, store.take(1), (), 1))
+    found = gradients_of(0, ids.numpy().view(np.uint64), gradients.numpy())
+    with _updating:
+        _update(_stores[0], found)
 
 
 @contextlib.contextmanager
@@ -261,7 +295,10 @@ def rpc_client(lane: str, store: str, row_count: str) -> Iterator[Actions]:
             rpc.rpc_sync(SERVER, update, args=given)
         pull = start_pull, lambda call: call.wait()
         push = start_push, lambda call: call.wait()
-        yield _actions(pull, push, batches)
+        yield {
+            **_actions(pull, push, batches),
+            "check": lambda: _check(*push, lambda ids: start_pull(ids).wait().numpy(), batches),
+        }
 
 
 # --- the ceiling

@@ -36,11 +36,15 @@ def shard_worker(
             "model", _ELEMENTS, optimizer=ps.SGD(lr=0.1), consistency=consistency
         )
 
-        def train(batches: Callable[[Any], Iterable[Any]], loader: DataLoader[Any]) -> int:
+        def train(
+            batches: Callable[[Any], Iterable[Any]],
+            loader: DataLoader[Any],
+            weight: Callable[[], float] = lambda: 1.0,
+        ) -> int:
             count = 0
             for batch in batches(loader):
                 time.sleep(float(step_ms) / 1e3 * len(batch) / batch_size)
-                client.push_pull(table, gradient)
+                client.push_pull(table, gradient * np.float32(weight()))
                 count += len(batch)
             return count
 
@@ -51,5 +55,7 @@ def shard_worker(
         yield {
             "fixed": partial(train, fixed.follow, by(batch_size, sampler=fixed)),
             "shards": partial(train, shards.over, by(batch_size, sampler=shards)),
-            "adaptive": partial(train, adaptive.over, by(batch_sampler=adaptive)),
+            "adaptive": partial(
+                train, adaptive.over, by(batch_sampler=adaptive), lambda: adaptive.weight
+            ),
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,17 +34,23 @@ MOVES = ("push", "pull", "round")
 
 Figures = dict[str, float]
 
+_THREADS = ("one thread", "all cores")
+"""Names of the numbers of threads of `ps_cli.bench.contenders.torch_rpc`, another process because
+it imports torch.
+"""
+
 _CEILINGS = {
-    "memcpy_gb_s": "memcpy",
-    "tcp_gb_s": "tcp",
-    "raw_grpc_push_gb_s": "raw push",
-    "raw_grpc_pull_gb_s": "raw pull",
-    "torch_rpc_tutorial_round_gb_s": "torch tutorial",
-    "torch_rpc_best_round_gb_s": "torch best",
-    "torch_rpc_tcp_tutorial_round_gb_s": "torch TCP tutorial",
-    "torch_rpc_tcp_best_round_gb_s": "torch TCP best",
+    "memcpy_gb_s": ["memcpy"],
+    "tcp_gb_s": ["tcp"],
+    "raw_grpc_push_gb_s": ["raw push"],
+    "raw_grpc_pull_gb_s": ["raw pull"],
+    "raw_grpc_round_gb_s": ["raw round apart", "raw round at once"],
+    "torch_rpc_tutorial_round_gb_s": [f"torch tutorial {each}" for each in _THREADS],
+    "torch_rpc_best_round_gb_s": [f"torch best {each}" for each in _THREADS],
+    "torch_rpc_tcp_tutorial_round_gb_s": [f"torch TCP tutorial {each}" for each in _THREADS],
+    "torch_rpc_tcp_best_round_gb_s": [f"torch TCP best {each}" for each in _THREADS],
 }
-"""The operation of each key of the document."""
+"""The operations of each key of the document, of which the best counts."""
 
 _PEERS = {
     "torch_rpc_tutorial": "torch RPC tutorial",
@@ -96,7 +102,9 @@ def dense(settings: BenchSettings) -> dict[str, Any]:
                 legs.append(measured_in_turns(operations, settings.round_count, listener))
             rows += lane_rows
     measured = joined(legs)
-    ceilings = {key: rounded(measured[name].gb_s) for key, name in _CEILINGS.items()}
+    ceilings = {
+        key: rounded(max(measured[name].gb_s for name in names)) for key, names in _CEILINGS.items()
+    }
     figures = [_figures(row, measured, ceilings) for row in rows]
     return {
         "environment": {"table_bytes": byte_count, "round_count": settings.round_count},
@@ -121,17 +129,18 @@ def _peer_operations(stack: contextlib.ExitStack, byte_count: int) -> list[Opera
         ],
     )
     send = stack.enter_context(tcp_loopback(byte_count))
+    calls = [f"{way} {each}" for way in ("tutorial", "best") for each in _THREADS]
     return [
         Operation("memcpy", memcpy(byte_count), byte_count),
         Operation("tcp", send, byte_count),
-        *_pair_operations("raw", raw, ("push", "pull"), byte_count),
-        *_pair_operations("torch", torch_own, ("tutorial", "best"), byte_count),
-        *_pair_operations("torch TCP", torch_tcp, ("tutorial", "best"), byte_count),
+        *_pair_operations("raw", raw, ("push", "pull", "round apart", "round at once"), byte_count),
+        *_pair_operations("torch", torch_own, calls, byte_count),
+        *_pair_operations("torch TCP", torch_tcp, calls, byte_count),
     ]
 
 
 def _pair_operations(
-    name: str, pair: Pair, actions: tuple[str, ...], byte_count: int
+    name: str, pair: Pair, actions: Sequence[str], byte_count: int
 ) -> list[Operation]:
     def run(action: str) -> float:
         return pair.do(action).wall_s
@@ -191,8 +200,7 @@ def lane_ceilings(lane: str, ceilings: Figures) -> Figures:
     """The rates that a lane is compared with: of a copy in memory, or of raw gRPC."""
     if lane == SHARED_MEMORY:
         return dict.fromkeys(MOVES, ceilings["memcpy_gb_s"])
-    push, pull = ceilings["raw_grpc_push_gb_s"], ceilings["raw_grpc_pull_gb_s"]
-    return {"push": push, "pull": pull, "round": 1 / (1 / push + 1 / pull)}
+    return {move: ceilings[f"raw_grpc_{move}_gb_s"] for move in MOVES}
 
 
 def _compared(rows: list[dict[str, Any]], ceilings: Figures) -> Figures:

@@ -8,7 +8,9 @@ too. Without replicas, only the update log differs.
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import RenderableType
@@ -31,7 +33,9 @@ from ps_cli.bench.measurements.dense import (
     cpu_s_per_gb,
     operations_by_move,
 )
+from ps_cli.bench.measurements.disk_rows import file_system
 from ps_cli.bench.settings import BenchSettings
+from ps_runtime.launch.cluster_shape import UpdateLogPlan
 
 OPTIMIZERS = ("sgd", "adam")
 
@@ -68,11 +72,25 @@ def replicated(settings: BenchSettings) -> dict[str, Any]:
     measured = joined(legs)
     figures = [_figures(row, measured) for row in rows]
     return {
-        "environment": {"table_bytes": byte_count, "round_count": settings.round_count},
+        "environment": {
+            "table_bytes": byte_count,
+            "round_count": settings.round_count,
+            **(_log_environment() if settings.has_update_log else {}),
+        },
+        "ceilings": {},
         "servers": settings.replica_count,
         "rows": figures,
         "compared": _compared(figures),
         "samples_gb_s": samples_gb_s(measured),
+    }
+
+
+def _log_environment() -> dict[str, Any]:
+    folder = tempfile.gettempdir()
+    return {
+        "log_folder": folder,
+        "log_file_system": file_system(Path(folder)),
+        "log_is_synced": UpdateLogPlan().is_synced,
     }
 
 
@@ -121,10 +139,16 @@ def _is_safe(row: dict[str, Any]) -> bool:
 
 def replicated_view(document: dict[str, Any]) -> RenderableType:
     ratios = {(row["lane"], row["optimizer"]): row for row in document["compared"]}
+    environment = document["environment"]
+    caption = "in brackets: of the same with one replica and no log; CPU: servers + worker"
+    if "log_folder" in environment:
+        synced = "synced" if environment["log_is_synced"] else "not synced"
+        place = f"{environment['log_folder']} ({environment['log_file_system']})"
+        caption += f"; logs: in {place}, {synced}"
     table = figures_table(
         f"dense, {document['servers']} servers: GB/s of parameters",
         *(*MOVES, "CPU s/GB"),
-        caption="in brackets: of the same with one replica and no log; CPU: servers + worker",
+        caption=caption,
     )
     for row in document["rows"]:
         cells = [f"{row[f'{move}_gb_s']:.2f}" for move in MOVES]

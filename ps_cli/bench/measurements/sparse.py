@@ -210,6 +210,7 @@ def _lane(lane: str, row_count: int, partition_count: int) -> Iterator[_Runs]:
             disk = disk_rows.disk_cluster(lane, command, row_count, partition_count)
             runs |= disk_rows.disk_runs(lane, stack.enter_context(disk), cluster)
         yield runs
+        worker.do("check")
 
 
 def _share(worker: Child, name: str) -> float:
