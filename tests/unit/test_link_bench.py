@@ -9,7 +9,7 @@ from ps_cli.bench.measurements.link import link_fault
 
 
 @pytest.mark.parametrize(
-    ("rate_mbit", "byte_count"), [(10, 16_384), (100, 25_000), (1000, 250_000), (10_000, 2_500_000)]
+    ("rate_mbit", "byte_count"), [(10, 4_096), (100, 25_000), (1000, 250_000), (10_000, 2_500_000)]
 )
 def test_an_end_sends_two_milliseconds_of_the_link_at_once(rate_mbit: int, byte_count: int) -> None:
     assert burst_bytes(rate_mbit) == byte_count

@@ -17,7 +17,7 @@ from ps_cli.bench.contenders.worker import (
     Moves,
     pull_codec_of,
 )
-from ps_cli.bench.instruments.shaped_link import device_bytes
+from ps_cli.bench.instruments.shaped_link import HEADER_BYTES, traffic
 from ps_cli.bench.lanes import GRPC
 from ps_core.limits import DEFAULT_BLOCK_ELEMENTS
 from ps_runtime.launch.cluster_shape import ClusterShape
@@ -44,9 +44,9 @@ def worker(
     scheduler: str, device: str, size: str, compute_s: str, *codecs: str
 ) -> Iterator[Actions]:
     """A worker with a table for each codec, and two emulated models of that size. The action of a
-    codec is a round, and returns its seconds and the bytes that the device sent and received; WAITS
-    and OVERLAPS are steps of a model whose computation takes `compute_s`, and return the seconds of
-    one.
+    codec is a round, and returns its seconds, the bytes that the device sent and received, and
+    those of both without headers; WAITS and OVERLAPS are steps of a model whose computation takes
+    `compute_s`, and return the seconds of one.
     """
     buffers = Buffers(int(size))
     with ps.connect(scheduler, lane=GRPC, request_deadline_s=DEADLINE_S) as client:
@@ -94,10 +94,12 @@ class _Training:
         return (time.perf_counter() - began_s) / TRAINED_STEPS
 
 
-def _counted(move: Callable[[], None], device: str) -> tuple[float, int, int]:
-    sent, received = device_bytes(device)
+def _counted(move: Callable[[], None], device: str) -> tuple[float, int, int, int]:
+    before = traffic(device)
     began_s = time.perf_counter()
     move()
     taken_s = time.perf_counter() - began_s
-    after = device_bytes(device)
-    return taken_s, after[0] - sent, after[1] - received
+    sent, received, packets = (
+        late - early for early, late in zip(before, traffic(device), strict=True)
+    )
+    return taken_s, sent, received, sent + received - packets * HEADER_BYTES

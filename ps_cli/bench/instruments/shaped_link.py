@@ -18,8 +18,11 @@ from ps_core.errors import InvalidConfig
 _ADDRESSES = ("198.18.0.1", "198.18.0.2")
 """The range 198.18.0.0/15 is set aside for benchmarks (RFC 2544)."""
 
-_LEAST_BURST_BYTES, _BURST_MS = 16 * 1024, 2
+_LEAST_BURST_BYTES, _BURST_MS = 4 * 1024, 2
 _QUEUE_MS = 50
+
+HEADER_BYTES = 66
+"""Of a packet of TCP over IPv4, as a device counts them; an acknowledgement has no more."""
 
 
 class End(NamedTuple):
@@ -32,7 +35,7 @@ class End(NamedTuple):
 
 def burst_bytes(rate_mbit: int) -> int:
     """The most bytes that an end sends at once after a rest, faster than the link: what it carries
-    in 2 ms, for a timer is no more exact, or 16 KiB.
+    in 2 ms, for a timer is no more exact, or 4 KiB.
     """
     return max(_LEAST_BURST_BYTES, rate_mbit * 125 * _BURST_MS)
 
@@ -77,13 +80,21 @@ def within(namespace: str) -> tuple[str, ...]:
     return "ip", "netns", "exec", namespace
 
 
-def device_bytes(device: str) -> tuple[int, int]:
-    """Bytes that a device of this process's namespace has sent, and received."""
+class Traffic(NamedTuple):
+    """Bytes that a device has sent and received, and packets, both ways."""
+
+    sent_bytes: int
+    received_bytes: int
+    packet_count: int
+
+
+def traffic(device: str) -> Traffic:
+    """All traffic of a device of this process's namespace."""
     for line in Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == device:
             fields = numbers.split()
-            return int(fields[8]), int(fields[0])
+            return Traffic(int(fields[8]), int(fields[0]), int(fields[1]) + int(fields[9]))
     raise InvalidConfig(f"there is no network device '{device}' here")
 
 

@@ -23,8 +23,8 @@ DEFAULT_SIZE_MB = 64
 QUICK_SIZE_MB = 2
 CODECS = (NONE, "bf16", "fp16", "int8", "sign", "topk", "lowrank")
 
-_Round = tuple[float, int, int]
-"""Seconds, and bytes sent and received."""
+_Round = tuple[float, int, int, int]
+"""Seconds, bytes sent and received, and those of both without headers."""
 
 
 def link(settings: BenchSettings) -> dict[str, Any]:
@@ -69,9 +69,9 @@ def link(settings: BenchSettings) -> dict[str, Any]:
                 "pushed_bytes": round(sent),
                 "pulled_bytes": round(received),
                 "of_link": rounded(_most_of_link(samples[codec], settings)),
-                "bytes_over_none": rounded((sent + received) / sum(medians[NONE][1:])),
+                "bytes_over_none": rounded((sent + received) / sum(medians[NONE][1:3])),
             }
-            for codec, (taken_s, sent, received) in medians.items()
+            for codec, (taken_s, sent, received, _) in medians.items()
         ],
         "compared": [
             {
@@ -91,11 +91,12 @@ def link_round_s(byte_count: int, settings: BenchSettings) -> float:
 
 
 def _most_of_link(rounds: Sequence[_Round], settings: BenchSettings) -> float:
-    """The highest share of a round's time that the link takes for its bytes. What is pulled leaves
-    when all that is pushed has arrived, so the two directions follow each other.
+    """The highest share of a round's time that the link takes for its bytes without headers, among
+    which are acknowledgements, that travel against the others. What is pulled leaves when all that
+    is pushed has arrived, so the two directions follow each other.
     """
     byte_s = 8 / 1e6 / settings.rate_mbit
-    return max((sent + received) * byte_s / taken_s for taken_s, sent, received in rounds)
+    return max(carried * byte_s / taken_s for taken_s, _, _, carried in rounds)
 
 
 def link_fault(document: dict[str, Any]) -> str:
@@ -113,8 +114,8 @@ def _trained_s(worker: Child, name: str) -> float:
 
 
 def _moved(worker: Child, codec: str) -> _Round:
-    seconds, sent, received = worker.do(codec).result
-    return seconds, sent, received
+    seconds, sent, received, carried = worker.do(codec).result
+    return seconds, sent, received, carried
 
 
 def link_view(document: dict[str, Any]) -> RenderableType:
