@@ -22,7 +22,7 @@ _LEAST_BURST_BYTES, _BURST_MS = 4 * 1024, 2
 _QUEUE_MS = 50
 
 HEADER_BYTES = 66
-"""Of a packet of TCP over IPv4, as a device counts them; an acknowledgement has no more."""
+"""The bytes before the data of a TCP packet, as a device counts them; all of an acknowledgement."""
 
 
 class End(NamedTuple):
