@@ -127,7 +127,7 @@ def test_a_step_that_is_interrupted_while_it_is_sealed_is_taken_once(how: str) -
         state, interrupted = optimizer.state_dict(), 0
         for number in range(1, 9):
             rows.hyperparameters["lr"] = rate = InterruptingRate(0.1)
-            rate.left = number
+            rate.left = number + 1  # the first is read before the step begins
             optimizer.zero_grad()
             model(torch.arange(3)).sum().backward()
             before, gradient = head.weight.detach().clone(), head.weight.grad
@@ -158,7 +158,7 @@ def test_a_step_that_is_interrupted_at_its_seal_is_whole_before_the_next_backwar
     """The script zeroes the gradients without the optimizer, and takes a step of its own."""
     with ps.local_cluster(servers=1, workers=1) as cluster, ps.connect(cluster.address) as client:
         model, head, optimizer, rate = interruptible(client)
-        rate.left = 2  # the first is read when rows are pushed ahead
+        rate.left = 3  # the first is read before the step, the second when rows are pushed ahead
         expected = head.bias.detach().clone()
         for factor in (1.0, 10.0):
             model.zero_grad()
@@ -175,7 +175,7 @@ def test_a_backward_pass_before_an_interrupted_step_has_ended_is_refused() -> No
     """The workers' mean would be written over its gradients."""
     with ps.local_cluster(servers=1, workers=1) as cluster, ps.connect(cluster.address) as client:
         model, head, optimizer, rate = interruptible(client)
-        rate.left = 1  # when rows are pushed ahead
+        rate.left = 2  # when rows are pushed ahead
         expected = head.bias.detach().clone()
         model(torch.arange(3)).sum().backward()
         with pytest.raises(KeyboardInterrupt):
@@ -259,7 +259,7 @@ def test_a_loss_scale_does_not_outlive_a_step_that_raises() -> None:
             scaler.scale(model(torch.arange(3)).sum()).backward()
             if step == 1:
                 scaler.unscale_(optimizer)
-            rate.left = 1 - step
+            rate.left = 2 * (1 - step)  # the second is read when rows are pushed ahead
             with pytest.raises(error):
                 scaler.step(optimizer)
             scaler.update()

@@ -111,7 +111,7 @@ _ONE_TABLE = (
         "workers that disagree about a rate make an update",
         "S4",
         _RULES,
-        "            if theirs != mine:",
+        "            if theirs != mine and theirs and mine:",
         "            if False:",
         _DISAGREEMENTS,
     ),

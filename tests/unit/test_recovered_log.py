@@ -132,7 +132,7 @@ def test_a_log_by_other_kernels_says_who_can_go_on(
     log = WrittenLog(tmp_path, boot=boot_id())
     log.begin(Owner(LEFT))
     assert not caplog.records
-    assert "start with the torch" in warned(tmp_path, caplog, "others")
+    assert "start with the pushpull, the torch" in warned(tmp_path, caplog, "others")
 
 
 def warned(path: Path, caplog: pytest.LogCaptureFixture, kernels: str = "") -> str:

@@ -167,6 +167,7 @@ COMPARISON = Comparison(
 FIGURES = RunFigures(
     time_s=2.0,
     step_count=10,
+    applied_count=10,
     quality={"test accuracy": 0.97},
     staleness={0: 5, 2: 5},
     workers=(WorkerTime(0, 5, 1.0, 0.1, 0.5, 0.2), WorkerTime(1, 5, 1.2, 0.1, 0.3, 0.2)),
@@ -261,7 +262,7 @@ def test_the_document_is_json_for_others_too() -> None:
     rows = [mode_row("bsp", 1, [FIGURES], 2.0)]
     text = json.dumps(document_of(COMPARISON, [*runs(), odd], rows), allow_nan=False)
     document = json.loads(text)
-    assert document["format"] == 1
+    assert document["format"] == 2
     assert document["modes"][0]["quality"] == {"test accuracy": [0.97, [0.97]]}
     assert document["runs"][0]["figures"]["staleness"] == {"0": 5, "2": 5}
     assert document["runs"][0]["figures"]["wait_share"] == pytest.approx(1.2 / 3.6)
