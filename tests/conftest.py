@@ -14,10 +14,12 @@ from ps_runtime.launch import launcher as launching
 from ps_runtime.system.collector import spared
 from tests.integration.warm_roles import FORKER, begin_warm
 from tests.joining import SECRET
+from tests.rewriting import rewrite_share
 
 # The first example of a test may import torch or wait for the other core: wall time proves nothing.
-# Examples are the same every time: what fails in one clone fails in all. `make fuzz` has others.
-settings.register_profile("pushpull", deadline=None, derandomize=True)
+# Examples are few, and the same every time: what fails in one clone fails in all. `make fuzz` has
+# others, and more.
+settings.register_profile("pushpull", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("fuzz", deadline=None, database=None, print_blob=True)
 settings.load_profile("pushpull")
 # Hypothesis would also draw constants of the modules that are imported: which those are depends on
@@ -40,8 +42,9 @@ os.environ["PUSHPULL_JOIN_SECRET"] = SECRET
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """All that is imported and collected stays until the end: a third of the time it takes."""
+    rewrite_share(session.config)
     with spared():
         return (yield)
 
@@ -56,7 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--sim-seeds",
         type=int,
-        default=2,
+        default=1,
         help="how many seeds each simulation runs, from 0 up (default: %(default)s)",
     )
     group.addoption("--sim-seed", type=int, default=None, help="run this seed alone")

@@ -101,6 +101,7 @@ def equal(found: Any, expected: Any) -> bool:
     return torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
 
 
+@pytest.mark.thorough
 def test_each_client_is_on_its_lane(team: Team, request: pytest.FixtureRequest) -> None:
     lane = request.node.callspec.params["team"]
     tables = team.tables(64 * 20, block_elements=64)
@@ -116,6 +117,7 @@ def test_each_client_is_on_its_lane(team: Team, request: pytest.FixtureRequest) 
 # --- steps
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 def test_sums_of_every_dtype_are_exact(team: Team, dtype: str) -> None:
     """Two blocks, the last one short and of an odd size; the sum is taken in rank order."""
@@ -130,6 +132,7 @@ def test_sums_of_every_dtype_are_exact(team: Team, dtype: str) -> None:
             assert equal(found, master.to(kind))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "block_elements",
     [
@@ -219,6 +222,7 @@ def test_more_than_the_ring_holds_is_pushed_at_once(team: Team) -> None:
     assert equal(out, -gradient)
 
 
+@pytest.mark.thorough
 def test_buffers_that_servers_read_are_told_apart(team: Team) -> None:
     """One that takes another's place, at its address and with its descriptor, is not that one."""
     size = DEFAULT_BLOCK + 64
@@ -241,6 +245,7 @@ def test_buffers_that_servers_read_are_told_apart(team: Team) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_a_gate_of_two_blocks_refuses_and_gives_back_and_loses_nothing(team: Team) -> None:
     block_elements, block_count = 16_384, 24
     size = block_elements * block_count
@@ -263,6 +268,7 @@ def test_a_gate_of_two_blocks_refuses_and_gives_back_and_loses_nothing(team: Tea
     assert team.cluster.metric(refused) > before
 
 
+@pytest.mark.thorough
 def test_an_optimizer_trains_to_the_bits_of_one_process(team: Team) -> None:
     reference = seeded(Branched)
     local = torch.optim.AdamW(reference.parameters(), lr=0.01, foreach=False)
@@ -299,6 +305,7 @@ def test_an_optimizer_trains_to_the_bits_of_one_process(team: Team) -> None:
 # --- reads
 
 
+@pytest.mark.thorough
 def test_parts_are_read_as_the_whole_is(team: Team) -> None:
     block_elements = 8_192
     size = 12 * block_elements + 1_234

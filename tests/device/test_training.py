@@ -111,6 +111,7 @@ def test_outer_steps_give_the_bits_that_they_give_on_the_cpu(
             assert torch.equal(mine.cpu(), on_cpu[key]), f"{step=} {key}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-9)], ids=str
 )
@@ -142,6 +143,7 @@ def test_each_mode_trains(
     pair.check_close()
 
 
+@pytest.mark.thorough
 @pytest.mark.racing
 def test_clipped_gradients_are_the_ones_that_count(
     client: ps.Client, model: Any, name: str
@@ -157,6 +159,7 @@ def test_clipped_gradients_are_the_ones_that_count(
     pair.check_close()
 
 
+@pytest.mark.thorough
 @pytest.mark.racing
 def test_gradients_scaled_behind_torchs_back_are_found(
     client: ps.Client, model: Any, name: str
@@ -215,6 +218,7 @@ def test_gradients_may_be_zeroed_either_way(
     pair.check_close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "accumulate", [pytest.param(1, marks=pytest.mark.racing), 2], ids=["unsaid", "said"]
 )
@@ -231,6 +235,7 @@ def test_gradients_are_accumulated(
     pair.check_close()
 
 
+@pytest.mark.thorough
 def test_a_branch_without_gradient_is_skipped(client: ps.Client, model: Any, name: str) -> None:
     pair = Pair(client, name, model)
     for step, x in enumerate(batches(4)):
@@ -242,6 +247,7 @@ def test_a_branch_without_gradient_is_skipped(client: ps.Client, model: Any, nam
     pair.check_close()
 
 
+@pytest.mark.thorough
 def test_a_frozen_layer_stays_until_it_is_let_go(client: ps.Client, model: Any, name: str) -> None:
     model.first.requires_grad_(False)
     pair = Pair(client, name, model)
@@ -256,6 +262,7 @@ def test_a_frozen_layer_stays_until_it_is_let_go(client: ps.Client, model: Any, 
     pair.check_close()
 
 
+@pytest.mark.thorough
 def test_a_model_may_be_partly_on_the_cpu(
     client: ps.Client, device: torch.device, name: str
 ) -> None:
@@ -287,6 +294,7 @@ def test_running_statistics_are_shared(
     pair.check_close()
 
 
+@pytest.mark.thorough
 @pytest.mark.racing
 def test_a_gradient_that_is_not_finite_skips_the_step(
     client: ps.Client, model: Any, name: str
@@ -330,6 +338,7 @@ def test_workers_on_a_device_have_the_same_bits(pool: Pool, device: torch.device
         torch.testing.assert_close(first[key], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_script_that_waits_for_its_device_before_the_step_holds_nothing_up(
     client: ps.Client, device: torch.device, model: Any, name: str
 ) -> None:
@@ -357,6 +366,7 @@ def landing(device: torch.device) -> Iterator[None]:
     fake_accelerator.RUNTIME.lands_by_itself = False
 
 
+@pytest.mark.thorough
 def test_the_last_gradient_takes_along_what_was_gathered(
     client: ps.Client, device: torch.device, name: str
 ) -> None:
@@ -379,6 +389,7 @@ def have_left(pair: Pair) -> bool:
     return all(block.has_left for table in tables for block in table.staging._blocks)
 
 
+@pytest.mark.thorough
 def test_nothing_leaves_between_a_steps_end_and_the_next(
     client: ps.Client, device: torch.device, model: Any, name: str
 ) -> None:

@@ -18,6 +18,8 @@ import ps_worker as ps
 from tests.integration import resumed_training
 from tests.integration.lane_cluster import until
 
+pytestmark = pytest.mark.slow
+
 WORKERS = 3
 SAMPLES = 600
 BATCH = 8
@@ -105,7 +107,7 @@ def test_the_slow_worker_gets_fewer_samples_and_the_mean_is_that_of_all() -> Non
             assert recorder.means[step] == pytest.approx(mean, rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_loader_with_processes_fetches_ahead(workers: list[ps.Client]) -> None:
     name = f"model-{next(_names)}"
 
@@ -126,7 +128,6 @@ def test_a_loader_with_processes_fetches_ahead(workers: list[ps.Client]) -> None
     assert seen == dict.fromkeys(range(SAMPLES), 1)
 
 
-@pytest.mark.slow
 def test_each_pass_has_an_order_of_its_own(workers: list[ps.Client]) -> None:
     name = f"model-{next(_names)}"
 
@@ -220,7 +221,7 @@ def test_the_others_go_on_without_a_worker_that_is_gone() -> None:
     assert sizes[0][8] + sizes[1][8] == WORKERS * BATCH
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_wait_that_expires_is_taken_up_again() -> None:
     """At the first batch, and at the first agreement."""
 

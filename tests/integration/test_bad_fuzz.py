@@ -214,7 +214,7 @@ def _send(wire: Wire, fuzzer: Fuzzer, node_id: int) -> None:
         _check_end(failure)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.drawn
 def test_whatever_comes_is_answered_by_the_catalogue_and_harms_nobody(
     wire: Wire, drawn_seed: int

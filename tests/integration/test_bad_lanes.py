@@ -284,6 +284,7 @@ BAD_PAYLOADS: dict[str, tuple[Describe, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", BAD_PAYLOADS)
 def test_a_payload_that_is_not_where_it_is_said_to_be(
     wire: Wire, bad: RawWorker, table: RawTable, case: str
@@ -428,6 +429,7 @@ def test_values_are_lent_to_those_on_the_socket_alone(
     assert part.block.payload == payload(-0.75)
 
 
+@pytest.mark.thorough
 def test_rows_are_lent_until_the_memory_for_answers_comes_round(wire: Wire, bad: RawWorker) -> None:
     """A reader that is too late finds another stamp, and never another's rows under its own."""
     length = 1024
@@ -471,6 +473,7 @@ def test_rows_are_lent_until_the_memory_for_answers_comes_round(wire: Wire, bad:
         assert standing == list(range(8, 16))
 
 
+@pytest.mark.thorough
 def test_memory_that_changes_meanwhile_brings_no_nan_into_a_table(wire: Wire) -> None:
     """The server keeps a copy, and it is the copy that it has checked."""
     elements = 65_536

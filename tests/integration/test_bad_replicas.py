@@ -90,6 +90,7 @@ def _ended(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.thorough
 def test_more_replicas_than_servers_are_refused_by_the_scheduler() -> None:
     ended = _ended("scheduler", "--workers=1", "--servers=2", "--replicas=3")
     assert ended.returncode == 2, ended
@@ -133,6 +134,7 @@ def _until_silent(cluster: ReplicatedCluster, node_id: int) -> ClusterView:
     return cluster.views.until(is_silent, f"node {node_id} is silent")
 
 
+@pytest.mark.thorough
 def test_a_server_with_other_kernels_is_refused(scene: Scene) -> None:
     refused(
         lambda: _register(scene.cluster, kernel_fingerprint="torch=0"),
@@ -148,6 +150,7 @@ def test_an_older_or_newer_protocol_is_refused(scene: Scene, version: int) -> No
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_a_table_is_made_though_a_server_that_gets_a_part_of_it_is_dead(scene: Scene) -> None:
     node_id = _register(scene.cluster).session.node_id  # and that is all that it ever says
     table = COUNTED.create(scene.client, "with the dead")
@@ -194,6 +197,7 @@ def test_a_worker_does_not_replicate(scene: Scene) -> None:
     _refused(scene, session, "NOT_PERMITTED", "Replicate is for servers", "worker")
 
 
+@pytest.mark.thorough
 def test_a_wrong_incarnation_is_refused(scene: Scene, session: types.SessionIdentity) -> None:
     lying = types.SessionIdentity()
     lying.CopyFrom(session)

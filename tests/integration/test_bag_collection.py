@@ -161,6 +161,7 @@ def test_it_computes_and_trains_as_torchs_bags(client: ps.Client, kind: str) -> 
         torch.testing.assert_close(all_rows(ours), theirs.state_dict()["weight"])
 
 
+@pytest.mark.thorough
 def test_results_are_named_as_torchrec_names_them(client: ps.Client) -> None:
     model = ps.EmbeddingBagCollection(client, tables("names", "SUM"), optimizer=ps.SGD())
     features = batch(3)
@@ -193,6 +194,7 @@ def test_empty_bags_are_zeros_and_a_batch_may_be_empty(client: ps.Client) -> Non
     assert model(KeyedJaggedTensor(FEATURES, nothing, lengths=nothing)).values().shape == (0, 15)
 
 
+@pytest.mark.thorough
 def test_settings_are_for_all_tables_or_for_one(client: ps.Client) -> None:
     given = [
         TorchRecConfig(IDS, 4, "items", ["clicks"], pooling=PoolingType.MEAN),

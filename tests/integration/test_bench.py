@@ -9,10 +9,9 @@ import pytest
 from ps_cli.bench.catalogue import BENCHMARKS
 from tests.bench.cli import run_cli
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.thorough]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -233,6 +233,7 @@ def test_an_exported_model_is_the_module(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_what_s3_needs_is_named() -> None:
     program = (
         "import sys; sys.modules['s3fs'] = None\n"
@@ -261,6 +262,7 @@ def test_specs_are_in_the_form_of_the_contract() -> None:
     assert spec_json(spec)["element_count"] == "10"
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(30)
 def test_create_says_soon_that_no_scheduler_answers(tmp_path: Path) -> None:
     """However long a checkpoint may take."""

@@ -146,6 +146,7 @@ def test_a_torch_file_starts_any_optimizer_as_if_the_script_had_loaded_it(
     assert_same(found, expected.state_dict())
 
 
+@pytest.mark.thorough
 def test_a_prefix_keeps_it_from_the_tables_of_others(tmp_path: Path) -> None:
     source = Model(5)
     safetensors.torch.save_file(source.state_dict(), tmp_path / "model.safetensors")
@@ -204,6 +205,7 @@ ANOTHER: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", ANOTHER)
 def test_another_models_file_is_refused(tmp_path: Path, what: str) -> None:
     change, words = ANOTHER[what]

@@ -224,6 +224,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "root"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(4))
 def test_the_earlier_export_becomes_the_later_one(seed: int, tmp_path: Path) -> None:
     draws = np.random.default_rng(seed)
@@ -270,6 +271,7 @@ def test_an_id_in_the_place_of_another_with_the_same_values_is_a_difference(tmp_
     assert (list(found.since.rows["users"]), found.since.gone["users"]) == ([new], [old])
 
 
+@pytest.mark.thorough
 def test_every_row_of_a_table_may_go_and_come_again(tmp_path: Path) -> None:
     full = drawn(np.random.default_rng(0))
     none = full | {USERS.name: {}}
@@ -314,6 +316,7 @@ def spoil(checkpoint: Path, tensor: str) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.thorough
 def test_what_is_the_same_in_both_is_not_read(tmp_path: Path) -> None:
     before = drawn(np.random.default_rng(0))
     changed = next(each for each in before["users"] if place_of(each) == 2)
@@ -409,6 +412,7 @@ OTHERS = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OTHERS)
 def test_one_that_it_cannot_be_compared_with_is_refused(name: str, tmp_path: Path) -> None:
     made, words = OTHERS[name]

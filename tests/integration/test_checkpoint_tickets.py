@@ -71,6 +71,7 @@ def test_the_last_step_has_two_and_both_are_waited_for(tmp_path: Path, worker_co
         assert [worker.clock for worker in reader.manifest.workers] == [3] * worker_count
 
 
+@pytest.mark.thorough
 def test_all_that_ask_after_the_same_step_have_the_same(tmp_path: Path) -> None:
     """The second asks when the first one's is complete: it has all that there is."""
     root = str(tmp_path / "checkpoints")
@@ -95,6 +96,7 @@ def test_all_that_ask_after_the_same_step_have_the_same(tmp_path: Path) -> None:
         assert [table.clock for table in reader.manifest.tables] == [4]
 
 
+@pytest.mark.thorough
 def test_one_that_waits_for_its_own_next_step_is_told(tmp_path: Path) -> None:
     """The other one has begun it; when both have taken it, the checkpoint is there."""
     begun: Future[None] = Future()
@@ -118,6 +120,7 @@ def test_one_that_waits_for_its_own_next_step_is_told(tmp_path: Path) -> None:
         assert together(cluster.address, 2, work) == [1, 0]
 
 
+@pytest.mark.thorough
 def test_a_ticket_may_be_waited_for_while_training_goes_on(tmp_path: Path) -> None:
     """In another thread waiting is no save point: the states are as of the steps' ends."""
     root = str(tmp_path / "checkpoints")
@@ -137,6 +140,7 @@ def test_a_ticket_may_be_waited_for_while_training_goes_on(tmp_path: Path) -> No
         assert worker.clock == table.clock == 1
 
 
+@pytest.mark.thorough
 def test_who_does_not_know_of_a_cut_is_told(tmp_path: Path) -> None:
     """It may have all the caller's steps: a newer view says so."""
     with (

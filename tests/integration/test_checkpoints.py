@@ -23,6 +23,8 @@ from tests.integration.resumed_training import (
     train,
 )
 
+pytestmark = pytest.mark.slow
+
 END = 12
 
 
@@ -35,7 +37,6 @@ def trained_models(root: Path, recipe: Recipe, workers: int = 2) -> list[Any]:
         return together(cluster.address, workers, lambda c: train(c, recipe, END), recipe.lane)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(180)  # four clusters, one after the other
 @pytest.mark.parametrize(
     "options",
@@ -237,7 +238,6 @@ def counts_of(root: Path | str) -> tuple[dict[int, np.ndarray[Any, Any]], Any]:
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.parametrize("consistency", ["bsp", "ssp:3"])
 def test_the_cut_of_a_table_that_is_trained(tmp_path: Path, consistency: str) -> None:
     check_cut(tmp_path, consistency)
@@ -287,7 +287,6 @@ def check_cut(tmp_path: Path, consistency: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_it_goes_on_with_more_workers(tmp_path: Path) -> None:
     check_other_workers(tmp_path, "ssp:2", 3)
 
@@ -325,7 +324,7 @@ def check_other_workers(tmp_path: Path, consistency: str, workers: int) -> None:
     assert np.array_equal(end, at_cut - 4 * workers)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_where_it_cannot_be_written_training_goes_on(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     with (
@@ -399,7 +398,6 @@ def test_values_that_are_damaged_are_never_trained_on(root: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
 def test_the_last_checkpoint_has_what_workers_had_that_have_left(
     tmp_path: Path, consistency: str
@@ -426,7 +424,7 @@ def test_the_last_checkpoint_has_what_workers_had_that_have_left(
             assert all(torch.equal(tensors[0], each) for each in tensors), name
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_worker_that_gets_no_batch_after_a_resume_keeps_its_state(tmp_path: Path) -> None:
     """It loads everything, takes no step and leaves; the other goes on."""
     recipe = Recipe(amsgrad, "asp", options={"push_codec": "int8"})

@@ -13,7 +13,7 @@ from tests.integration import group_jobs, hybrid_jobs
 from tests.integration.lane_cluster import lane_cluster, until
 from tests.integration.ordered_workers import PATIENCE, begun, ordered_workers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(120)]
 
 WORKERS = 2
 DEADLINE_S = 20.0

@@ -115,7 +115,7 @@ def test_a_killed_role_ends_the_run_with_its_name(
     assert_all_gone([pid for pids in roles.values() for pid in pids])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_each_worker_has_gpus_of_its_own(tmp_path: Path, script: Callable[[str], str]) -> None:
     program = "import os\nprint('has', os.environ['CUDA_VISIBLE_DEVICES'])\n"
     arguments = ("train", script(program), "--workers", "2", "--devices", "5,3,1,0")
@@ -126,7 +126,7 @@ def test_each_worker_has_gpus_of_its_own(tmp_path: Path, script: Callable[[str],
     assert "[worker 1] has 1,0" in tool.text
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_script_starts_a_role_itself(tmp_path: Path, script: Callable[[str], str]) -> None:
     """It is the script's child, and need not end with the tool that has started the script."""
     (tmp_path / "reads.py").write_text(READS)

@@ -99,6 +99,7 @@ def test_a_checkpoint_that_fails_is_told_at_once_is_in_the_status_and_in_the_exi
     assert "pushpull: the run has ended well, but the last checkpoint failed" in tool.text
 
 
+@pytest.mark.thorough
 def test_a_server_that_is_lost_while_the_last_checkpoint_is_made_does_not_cost_it(
     tmp_path: Path,
 ) -> None:
@@ -122,6 +123,7 @@ def test_a_server_that_is_lost_while_the_last_checkpoint_is_made_does_not_cost_i
     assert "there is no last checkpoint" not in tool.text
 
 
+@pytest.mark.thorough
 def test_a_terminal_that_is_closed_costs_no_last_checkpoint(tmp_path: Path) -> None:
     # nohup has everybody ignore the signal of a closed terminal.
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -145,6 +147,7 @@ def test_a_terminal_that_is_closed_costs_no_last_checkpoint(tmp_path: Path) -> N
         assert reader.manifest.reason == "stopped"
 
 
+@pytest.mark.thorough
 def test_further_signals_end_a_last_checkpoint_at_once(tmp_path: Path) -> None:
     """Though a stopped server takes no part in it, and the scheduler is killed meanwhile."""
     script = write(tmp_path, UNTIL_TOLD)
@@ -163,6 +166,7 @@ def test_further_signals_end_a_last_checkpoint_at_once(tmp_path: Path) -> None:
     assert "Traceback" not in tool.text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", [("train", "script.py"), ("up",)])
 def test_a_place_for_checkpoints_that_takes_none_is_refused_at_once(
     tmp_path: Path, command: tuple[str, ...]
@@ -193,6 +197,7 @@ def test_a_server_that_cannot_write_checkpoints_does_not_join(tmp_path: Path) ->
     assert ended.reason.endswith("give another --checkpoint-url, or none")
 
 
+@pytest.mark.thorough
 def test_a_last_checkpoint_has_as_long_as_is_said_and_no_longer(tmp_path: Path) -> None:
     """A stopped server takes no part in it."""
     script = write(tmp_path, UNTIL_TOLD)
@@ -232,6 +237,7 @@ with ps.connect() as client:
 """
 
 
+@pytest.mark.thorough
 def test_a_run_that_failed_names_no_checkpoint_of_another_run(tmp_path: Path) -> None:
     """Its own, or the one that it began from, or none."""
 
@@ -260,6 +266,7 @@ def test_a_run_that_failed_names_no_checkpoint_of_another_run(tmp_path: Path) ->
     assert "to go on from" not in told
 
 
+@pytest.mark.thorough
 def test_the_others_go_on_at_once_when_a_workers_process_has_ended(tmp_path: Path) -> None:
     arguments = ("train", write(tmp_path, ENDS_EARLY), "-w", "2", "-s", "1")
     with Tool(*arguments, cwd=tmp_path, variables=NEVER, is_warm=True) as tool:

@@ -67,6 +67,7 @@ def status(address: str, cwd: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough
 def test_with_replicas_a_dead_server_is_told_in_a_line_and_the_last_one_ends_the_run(
     tmp_path: Path,
 ) -> None:
@@ -140,6 +141,7 @@ def test_a_server_that_was_paused_for_long_ends_and_is_started_again(tmp_path: P
         assert tool.end(END_DEADLINE_S) == 143, tool.text
 
 
+@pytest.mark.thorough
 def test_without_replicas_a_dead_servers_values_are_lost(tmp_path: Path) -> None:
     arguments = ("train", write(tmp_path, WAITING), "-w", "1", "-s", "2", "--max-restarts", "9")
     with Tool(*arguments, cwd=tmp_path, is_warm=True) as tool:
@@ -166,6 +168,7 @@ def test_a_dead_worker_is_started_again_and_takes_its_rank_over(tmp_path: Path) 
     assert "waiting_for_place" not in tool.text, "the scheduler has been told that it has ended"
 
 
+@pytest.mark.thorough
 def test_up_goes_on_without_a_server(tmp_path: Path) -> None:
     with Tool("up", "-s", "2", "--replicas", "2", "--quiet", cwd=tmp_path, is_warm=True) as tool:
         tool.wait_for("cluster is up")

@@ -59,6 +59,7 @@ def values_of(client: ps.Client, handle: ps.TableHandle, **options: Any) -> npt.
     return np.asarray(client.pull(handle, **options))
 
 
+@pytest.mark.thorough
 def test_a_worker_without_its_record_is_not_in_the_cluster_nor_kept_in_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "worker-0.jsonl")
@@ -79,6 +80,7 @@ def test_a_worker_without_its_record_is_not_in_the_cluster_nor_kept_in_it(tmp_pa
 # --- leaving
 
 
+@pytest.mark.thorough
 def test_a_worker_that_leaves_is_not_waited_for(cluster: ps.LocalCluster) -> None:
     with worker(cluster, 0) as first:
         with worker(cluster, 1) as second:
@@ -123,6 +125,7 @@ def test_a_client_that_is_closed_says_so(large_cluster: ps.LocalCluster) -> None
             call()
 
 
+@pytest.mark.thorough
 def test_who_ends_with_an_exception_is_gone_and_another_may_have_its_rank(
     cluster: ps.LocalCluster,
 ) -> None:
@@ -143,6 +146,7 @@ def test_who_ends_with_an_exception_is_gone_and_another_may_have_its_rank(
         again.close(leave=False)
 
 
+@pytest.mark.thorough
 def test_workers_that_disagree_are_told_both_values(cluster: ps.LocalCluster) -> None:
     first, second = worker(cluster, 0), worker(cluster, 1)
     tickets = [
@@ -208,6 +212,7 @@ def _collect(left: weakref.ref[Garbage]) -> None:
     assert left() is not None
 
 
+@pytest.mark.thorough
 def test_children_that_are_forked_beside_a_client_neither_crash_nor_hang(
     large_cluster: ps.LocalCluster,
 ) -> None:
@@ -225,6 +230,7 @@ def test_children_that_are_forked_beside_a_client_neither_crash_nor_hang(
             assert child.exitcode == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_data_loaders_with_processes_do_not_hang(
     large_cluster: ps.LocalCluster, method: str
@@ -266,6 +272,7 @@ def test_a_reader_only_reads(large_cluster: ps.LocalCluster) -> None:
             client.pull(handle, consistent=True)
 
 
+@pytest.mark.thorough
 def test_consistent_reads_see_one_clock_while_training_goes_on(cluster: ps.LocalCluster) -> None:
     with (
         worker(cluster, 0) as first,
@@ -314,6 +321,7 @@ def test_a_server_that_dies_is_named_by_every_wait(cluster: ps.LocalCluster) -> 
     client.close(leave=False)
 
 
+@pytest.mark.thorough
 def test_a_cluster_that_is_not_there_is_named() -> None:
     with ps.local_cluster(servers=1, workers=1) as cluster:
         address = cluster.address

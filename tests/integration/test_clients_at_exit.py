@@ -12,7 +12,7 @@ import ps_worker as ps
 from ps_core.cluster_view import NodeState, Role
 from tests.integration.command_line import ROOT, environment
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 DEADLINE_S = 60.0
 
@@ -107,7 +107,6 @@ def test_a_script_that_has_stopped_its_own_cluster_ends_without_a_word() -> None
     assert ran(OF_ITS_OWN, "") == (0, "done\n", "")
 
 
-@pytest.mark.thorough
 def test_nor_is_there_an_error_where_it_waited_for_a_checkpoint(tmp_path: Path) -> None:
     code, output, said = ran(OF_ITS_OWN, str(tmp_path))
     assert (code, output) == (0, "done\n")

@@ -68,6 +68,7 @@ def exactly(parameters: Iterator[torch.Tensor]) -> None:
         gradient.mul_(min(1.0, MAX_NORM / (norm + 1e-6)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", RECIPES)
 def test_the_mean_is_clipped_as_in_one_process(workers: list[ps.Client], kind: str) -> None:
     """With accumulation, schedules, and a worker that overflows."""
@@ -152,6 +153,7 @@ def next_name() -> str:
     return f"clip-{next(names)}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", [("asp", "bsp"), ("bsp", "ssp:2"), ("bsp", "asp:divide")])
 def test_no_step_is_longer_whatever_the_setting_becomes(
     workers: list[ps.Client], change: tuple[str, str]

@@ -48,6 +48,7 @@ def workers() -> Iterator[list[ps.Client]]:
             client.close(leave=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("block_elements", [64, 512])
 @pytest.mark.parametrize("kind", RECIPES)
 def test_aggregate_clips_the_mean_as_one_process(
@@ -72,6 +73,7 @@ def _check_turns(sides: Sequence[Side], turn: Callable[[Side, int], None], maste
             assert differing(values(side.model), values(master)) == [], (step, side.rank)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("consistency", ["ssp:1", "asp"])
 @pytest.mark.parametrize("kind", RECIPES)
 def test_without_bsp_each_worker_clips_its_own(
@@ -100,6 +102,7 @@ def test_without_bsp_each_worker_clips_its_own(
     _check_turns(sides, turn, master)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("consistency", ["ssp:1", "asp"])
 @pytest.mark.parametrize("kind", RECIPES)
 def test_local_optimizers_clip_their_own(
@@ -130,6 +133,7 @@ def _move(side: Side, step: int) -> list[torch.Tensor]:
     return [p.detach() - old for p, old in zip(side.model.parameters(), before, strict=True)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", RECIPES)
 def test_the_mean_of_moves_that_were_clipped(workers: list[ps.Client], kind: str) -> None:
     recipe = RECIPES[kind]
@@ -278,6 +282,7 @@ def test_a_reduced_gradient_that_is_not_finite_is_nan_for_all(workers: list[ps.C
         assert all(value.isnan().all() for value in values(side.model).values())
 
 
+@pytest.mark.thorough
 def test_the_norm_is_the_same_wherever_gradients_lie(workers: list[ps.Client]) -> None:
     """Sums in the order of memory have other last bits in another order: worker 1's is columns."""
     factory = partial(torch.optim.SGD, lr=1.0)

@@ -16,6 +16,8 @@ from ps_core.codecs.choices import PushCodec
 from ps_core.tables.elements import Codec
 from ps_worker.compression.table_codecs import TableCodecs
 
+pytestmark = pytest.mark.slow
+
 Floats = npt.NDArray[np.float32]
 
 SIZE, BLOCK = 300_000, 65_536

@@ -191,6 +191,7 @@ def test_a_wait_that_expires_says_who_is_missing_and_the_call_goes_on(
     assert found == [5 + 1 + 2] * WORKERS, "what was given first counts, once"
 
 
+@pytest.mark.thorough
 def test_the_status_says_whom_a_call_waits_for(clients: list[ps.Client]) -> None:
     thread = threading.Thread(target=partial(clients[0].barrier, "shown"), daemon=True)
     thread.start()
@@ -243,6 +244,7 @@ def step_to(client: ps.Client, clock: int) -> ps.TableHandle:
     return table
 
 
+@pytest.mark.thorough
 def test_the_others_go_on_without_who_is_gone_and_its_successor_takes_part_when_it_steps(
     small: LaneCluster,
 ) -> None:
@@ -273,6 +275,7 @@ def test_who_has_left_is_not_waited_for(small: LaneCluster) -> None:
     first.close()
 
 
+@pytest.mark.thorough
 def test_a_worker_beyond_the_first_takes_part_when_it_steps(small: LaneCluster) -> None:
     clients = connected(small.address, 2)
     at_each(clients, partial(step_to, clock=1))
@@ -295,6 +298,7 @@ def test_a_reader_is_refused(small: LaneCluster) -> None:
 # --- what they outlive
 
 
+@pytest.mark.thorough
 def test_a_host_that_does_not_answer_is_named(small: LaneCluster) -> None:
     first, second = connected(small.address, 2)
     at_each([first, second], partial(step_to, clock=1))
@@ -373,6 +377,7 @@ def test_calls_go_on_when_their_host_is_paused_killed_or_stopped_and_count_once(
         client.close(leave=False)
 
 
+@pytest.mark.thorough
 def test_calls_need_no_scheduler() -> None:
     with lane_cluster(servers=1, workers=2) as cluster:
         clients = connected(cluster.address, 2)

@@ -22,6 +22,8 @@ from ps_worker.transport.config import ProcessConfig, WorkerConfig
 from scheduler.config import SchedulerConfig
 from tests.integration.command_line import environment, run_here
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 60.0
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -120,7 +122,7 @@ def test_a_result_that_was_not_written_is_no_success(tmp_path: Path) -> None:
     assert done.stderr == "pushpull: lines of the output are lost: No space left on device\n"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_who_looks_after_a_cluster_needs_no_numpy(tmp_path: Path) -> None:
     """As in the scheduler's image; what needs it says so in one line."""
     for name in ("numpy", "torch"):
@@ -151,7 +153,6 @@ def test_who_looks_after_a_cluster_needs_no_numpy(tmp_path: Path) -> None:
     assert "needs numpy, which is not installed here" in said
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_bash_completes_commands_and_options_once_it_is_installed(tmp_path: Path) -> None:
     command = tmp_path / "pushpull"

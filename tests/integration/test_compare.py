@@ -190,6 +190,7 @@ def test_what_cannot_be_compared_is_in_the_report_with_its_reason(tmp_path: Path
     assert "this script refuses to be asynchronous" in said
 
 
+@pytest.mark.thorough
 def test_ctrl_c_leaves_no_process_and_a_report_of_what_there_is(tmp_path: Path) -> None:
     script = tmp_path / "endless.py"
     script.write_text(ENDLESS_UNDER_ASP)
@@ -228,6 +229,7 @@ def test_wrong_options_are_refused_before_anything_starts(
     assert not (tmp_path / "compare.html").exists()
 
 
+@pytest.mark.thorough
 def test_a_new_interpreter_has_all_that_it_needs(tmp_path: Path) -> None:
     (tmp_path / "training.py").write_text(TRAINING)
     found = run("compare", "training.py", "--modes", "lax", cwd=tmp_path)
@@ -252,6 +254,7 @@ with ps.connect() as client:
 """
 
 
+@pytest.mark.thorough
 def test_a_report_that_cannot_be_written_any_more_leaves_the_last_and_the_table(
     tmp_path: Path,
 ) -> None:

@@ -22,6 +22,8 @@ from tests.integration.command_line import ROOT, environment
 from tests.integration.scheduler_calls import cluster_of
 from tests.joining import SECRET
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 30.0
 CONNECTS = "import sys; import pushpull as ps; ps.connect(sys.argv[1], connect_deadline_s=%d)"
 

@@ -111,6 +111,7 @@ def test_out_of_asp_all_workers_meet_at_one_clock(team: Team) -> None:
         assert _value(worker.pull(table)) == 3 * 6 + 3 * 2
 
 
+@pytest.mark.thorough
 def test_a_worker_that_waits_is_freed(team: Team) -> None:
     """SSP holds it; from its clock on, ASP does not."""
     tables = team.tables("ssp:2")
@@ -126,6 +127,7 @@ def test_a_worker_that_waits_is_freed(team: Team) -> None:
     assert _value(team.workers[2].pull(tables[2])) == 8
 
 
+@pytest.mark.thorough
 def test_out_of_bsp_nobody_waits_any_more(team: Team) -> None:
     tables = team.tables("bsp")
     with ThreadPoolExecutor(WORKERS) as pool:
@@ -140,6 +142,7 @@ def test_out_of_bsp_nobody_waits_any_more(team: Team) -> None:
         team.workers[0].pull(tables[0], timeout_s=0.5)
 
 
+@pytest.mark.thorough
 def test_a_step_that_was_waiting_belongs_to_the_setting_of_before(team: Team) -> None:
     """One of three has sealed clock 1 under BSP: it is formed so, then one backup worker counts."""
     tables = team.tables("bsp")
@@ -171,6 +174,7 @@ def test_a_step_that_was_waiting_belongs_to_the_setting_of_before(team: Team) ->
         assert _value(worker.pull(table)) == 9 + 3
 
 
+@pytest.mark.thorough
 def test_who_was_left_behind_on_one_table_does_not_wait_crosswise(team: Team) -> None:
     """Two tables, stepped one after the other: without backup workers everybody waits for all, and
     the one that was late on both has read one of them since.
@@ -225,6 +229,7 @@ def test_changes_without_end_lose_nothing(team: Team) -> None:
     assert [_value(w.pull(t)) for w, t in zip(team.workers, tables, strict=True)] == [3.0] * WORKERS
 
 
+@pytest.mark.thorough
 def test_a_server_that_does_not_promise_is_named_and_nothing_changes(team: Team) -> None:
     tables = team.tables("asp")
     team.steps(0, tables[0], 1)

@@ -316,6 +316,7 @@ WORDS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("update", WORDS)
 def test_what_breaks_ends_in_an_error_for_every_worker(team: Team, update: str) -> None:
     broken, sound = team.tables(update), team.tables("plain")

@@ -83,6 +83,7 @@ def _training(step: Callable[[int], Any]) -> Iterator[None]:
         end.result()
 
 
+@pytest.mark.thorough
 def test_under_ssp_every_part_has_the_same_steps_of_everyone(
     workers: list[ps.Client], reader: ps.Client
 ) -> None:
@@ -129,6 +130,7 @@ def test_a_reader_that_dies_holds_nobody_up_for_long(
     workers[0].wait(ticket, timeout_s=10.0)
 
 
+@pytest.mark.thorough
 def test_a_cut_waits_for_the_slow_and_says_so_when_it_gives_up(
     workers: list[ps.Client], reader: ps.Client
 ) -> None:
@@ -165,6 +167,7 @@ def test_a_worker_asks_for_no_cut(workers: list[ps.Client]) -> None:
         workers[0].pull(tables[0], consistent=True)
 
 
+@pytest.mark.thorough
 def test_an_evaluator_gets_one_state_of_a_whole_model(
     workers: list[ps.Client], reader: ps.Client
 ) -> None:

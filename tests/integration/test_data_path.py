@@ -25,7 +25,7 @@ from ps_runtime.launch.launcher import Launcher, RoleCommand, start_scheduler
 from ps_worker.transport.loop import background
 from tests.integration.counted_server import SOCKET, RunFiles
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 DEADLINE_S = 60.0
 ROUNDS, MORE_ROUNDS = 12, 120

@@ -181,6 +181,7 @@ def test_shards_of_a_killed_worker_are_issued_again_by_a_scheduler_that_was_kill
     assert (told.pass_number, told.reissued_count) == (1, 2)
 
 
+@pytest.mark.thorough
 def test_a_worker_trains_on_what_it_has_while_no_scheduler_answers() -> None:
     """Its reports wait longer than it would wait for shards, and are made again."""
     with (
@@ -234,6 +235,7 @@ def test_a_restored_run_goes_on_with_the_shards_that_were_not_done(tmp_path: Pat
     assert (told.pass_number, told.reissued_count) == (2, 2)
 
 
+@pytest.mark.thorough
 def test_ranges_are_done_when_the_next_is_asked_for(client: ps.Client) -> None:
     shards = client.data_shards(SAMPLES - 2, shard_size=SHARD)
     found: list[int] = []
@@ -244,6 +246,7 @@ def test_ranges_are_done_when_the_next_is_asked_for(client: ps.Client) -> None:
     assert [end - begin for begin, end in shards.ranges()].count(SHARD - 2) == 1
 
 
+@pytest.mark.thorough
 def test_a_loop_that_takes_no_steps_has_every_sample_too(client: ps.Client) -> None:
     """Nothing says that a batch was trained on before the loop ends: it ends when the worker has as
     many shards as it may.
@@ -255,6 +258,7 @@ def test_a_loop_that_takes_no_steps_has_every_sample_too(client: ps.Client) -> N
     assert Counter(int(batch) for batch in shards.over(loader)) == Counter(range(count))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps_elsewhere", [0, 50])
 def test_a_loop_that_was_left_begins_its_shards_again(
     client: ps.Client, steps_elsewhere: int
@@ -286,6 +290,7 @@ def accumulated(trainer: Trainer, given: Any, batches: int) -> list[int]:
     return seen
 
 
+@pytest.mark.thorough
 def test_steps_of_several_batches_end_with_the_pass(client: ps.Client) -> None:
     trainer = Trainer(client)
     for _ in range(2):
@@ -294,6 +299,7 @@ def test_steps_of_several_batches_end_with_the_pass(client: ps.Client) -> None:
     assert (trainer.shards.pass_number, trainer.optimizer.clock) == (2, 2 * SAMPLES // BATCH // 4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reads", [False, True])
 def test_samples_without_a_step_at_the_end_of_a_pass_are_not_done(
     address: str, client: ps.Client, reads: bool
@@ -317,6 +323,7 @@ def test_samples_without_a_step_at_the_end_of_a_pass_are_not_done(
     assert shards.pass_number == 1
 
 
+@pytest.mark.thorough
 def test_a_step_may_have_samples_of_a_shard_that_comes_late() -> None:
     """The loader has ended when the other worker leaves what it has."""
     with ps.local_cluster(1, 2) as cluster, ExitStack() as stack:
@@ -342,6 +349,7 @@ def test_a_step_may_have_samples_of_a_shard_that_comes_late() -> None:
         assert status(cluster.address).pass_number == 1
 
 
+@pytest.mark.thorough
 def test_batches_that_leave_no_gradient_are_done(client: ps.Client) -> None:
     """As in an evaluation, and where the script drops the gradients of a batch."""
     trainer = Trainer(client)
@@ -354,6 +362,7 @@ def test_batches_that_leave_no_gradient_are_done(client: ps.Client) -> None:
     assert trainer.shards.pass_number == 3
 
 
+@pytest.mark.thorough
 def test_who_waits_is_told_who_has_the_last_shards_and_waits_again() -> None:
     """What it reported meanwhile counts once."""
     with ps.local_cluster(1, 2) as cluster, ExitStack() as stack:
@@ -372,6 +381,7 @@ def test_who_waits_is_told_who_has_the_last_shards_and_waits_again() -> None:
         assert waits.pass_number == 1
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_shared_out_is_refused() -> None:
     with ps.local_cluster(1, 2) as cluster, ExitStack() as stack:
         client, other = connected(cluster.address, stack, 2)
@@ -394,6 +404,7 @@ def test_what_cannot_be_shared_out_is_refused() -> None:
             reader.data_shards(SAMPLES, shard_size=SHARD)
 
 
+@pytest.mark.thorough
 def test_a_shard_is_not_done_before_its_step_is_in_the_parameters() -> None:
     """A script that waits for none of its pushes asks for the next shard all the same."""
     with ps.local_cluster(1, 1) as cluster, ps.connect(cluster.address) as client:

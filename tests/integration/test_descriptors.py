@@ -6,7 +6,11 @@ import resource
 import subprocess
 import sys
 
+import pytest
+
 from ps_runtime.system import descriptors
+
+pytestmark = pytest.mark.slow
 
 OF_A_SHELL = 512
 

@@ -112,6 +112,7 @@ def counted(histories: Iterable[Seen], epoch: int, up_to: int = 1 << 60) -> Coun
 ONCE = Counter(range(SAMPLES))
 
 
+@pytest.mark.thorough
 def test_each_epoch_has_every_sample_once_in_another_order() -> None:
     histories = run(3, partial(train, epochs=2))
     assert counted(histories, 0) == counted(histories, 1) == ONCE
@@ -143,6 +144,7 @@ def test_it_goes_on_twice_within_an_epoch(tmp_path: Path) -> None:
     assert counted([*first, *second, *third], 0) == ONCE
 
 
+@pytest.mark.thorough
 def test_where_workers_run_apart_each_goes_on_from_where_it_was(tmp_path: Path) -> None:
     root = str(tmp_path / "checkpoints")
 
@@ -175,6 +177,7 @@ def test_a_batch_that_is_in_the_scripts_hands_does_not_count(
     assert counted(first, 0, up_to=clock) + counted(second, 0) == ONCE
 
 
+@pytest.mark.thorough
 def test_a_sampler_of_another_data_set_is_refused(tmp_path: Path) -> None:
     root = str(tmp_path / "checkpoints")
     run(1, partial(train, epochs=1, stop_after=3), checkpoint_url=root)
@@ -189,6 +192,7 @@ def test_a_sampler_of_another_data_set_is_refused(tmp_path: Path) -> None:
     assert f"the sampler's length is {SAMPLES + 1}, and was {SAMPLES}" in words
 
 
+@pytest.mark.thorough
 def test_a_state_that_a_script_keeps_itself_goes_on_too() -> None:
     def work(client: ps.Client) -> list[int]:
         model = nn.Linear(1, 1)

@@ -116,6 +116,7 @@ def test_an_edit_before_the_first_step_needs_no_ceremony(workers: Workers) -> No
     check_all_equal(histories, in_one_process({0: "load_state_dict"}, momentum))
 
 
+@pytest.mark.thorough
 def test_workers_that_were_all_started_again_load_as_those_before_did(pool: Pool) -> None:
     """They go on with the servers' clocks, and with the model and the state that all of them load:
     so the second runs are as the first.
@@ -134,6 +135,7 @@ def test_workers_that_were_all_started_again_load_as_those_before_did(pool: Pool
     check_all_equal([*runs[0], *runs[1]], runs[0][0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"mode": "eager"}, {"kernels": "fast"}], ids=str)
 def test_an_edit_in_every_step(workers: Workers, options: dict[str, Any]) -> None:
     edits = dict.fromkeys(range(4), "clamp_")
@@ -154,6 +156,7 @@ def test_state_of_the_servers_stays_as_it_was(workers: Workers) -> None:
     check_all_equal(histories, in_one_process(edits, adam))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("remedy", ["undo", "load_state_dict"])
 @pytest.mark.parametrize(
     "edits", [{0: "nn.init"}, {1: "nn.init"}, {0: "nn.init", 1: "data.fill_"}], ids=str
@@ -177,6 +180,7 @@ def test_ranks_that_differ_are_told_and_go_on(
     assert differing(found[0][4], found[1][4]) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("consistency", ["asp", "ssp:2", "bsp:backup=1"])
 def test_where_no_step_is_all_workers_an_edit_is_refused(
     workers: Workers, consistency: str
@@ -206,6 +210,7 @@ def test_a_worker_alone_may_edit_in_every_setting(
     check_all_equal(histories, in_one_process({2: edit}, momentum, worker_count=1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("consistency", ["bsp", "ssp:2", "asp"])
 def test_a_clamp_of_the_servers_leaves_the_scripts_nothing_to_do(
     workers: Workers, alone: Workers, consistency: str
@@ -231,6 +236,7 @@ def test_a_clamp_of_the_servers_leaves_the_scripts_nothing_to_do(
         assert differing(history[step], values(model)) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["load", "thaw"])
 def test_frozen_parameters_are_taken_too(workers: Workers, how: str) -> None:
     """The servers have them: who joins, resumes or reads is given what was loaded."""
@@ -242,6 +248,7 @@ def test_frozen_parameters_are_taken_too(workers: Workers, how: str) -> None:
         assert torch.equal(own["first.weight"], values(expected)["first.weight"])
 
 
+@pytest.mark.thorough
 def test_frozen_parameters_that_one_rank_changed_are_refused(workers: Workers) -> None:
     """Nobody waits for a step on a table that sleeps at the others."""
     for _, _, refused in workers.run(jobs.edit_frozen, name="frozen apart", how="apart"):

@@ -61,6 +61,7 @@ OPTIMIZERS: dict[str, tuple[Any, Callable[[Any], torch.optim.Optimizer]]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_trains_as_torchs_with_sparse_gradients(client: ps.Client, name: str) -> None:
     ours, theirs = OPTIMIZERS[name]
@@ -81,6 +82,7 @@ def test_it_trains_as_torchs_with_sparse_gradients(client: ps.Client, name: str)
         torch.testing.assert_close(embedding(torch.arange(IDS)), twin.weight, rtol=0, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("shape", ["matrix", "offsets", "last offset"])
 def test_a_bag_is_torchs(client: ps.Client, mode: str, shape: str) -> None:
@@ -126,6 +128,7 @@ def _offsets(shape: str, counts: list[int]) -> tuple[torch.Tensor, ...]:
     return (begins if shape == "last offset" else begins[:-1],)
 
 
+@pytest.mark.thorough
 def test_under_adam_each_row_is_a_parameter_of_its_own(client: ps.Client) -> None:
     table = client.create_embedding("adam", DIM, optimizer=ps.Adam(lr=0.1), init=ps.Uniform(1.0))
     rows = [nn.Parameter(torch.from_numpy(client.pull_rows(table, each))) for each in range(10)]
@@ -142,6 +145,7 @@ def test_under_adam_each_row_is_a_parameter_of_its_own(client: ps.Client) -> Non
     np.testing.assert_allclose(client.pull_rows(table, range(10)), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_row_wise_adagrad_has_one_number_for_each_row(client: ps.Client) -> None:
     table = client.create_embedding("row-wise", DIM, optimizer=ps.RowwiseAdagrad(lr=0.5, eps=0.0))
     draws = np.random.default_rng(1)
@@ -205,6 +209,7 @@ def test_thousands_of_ids_come_in_several_requests(client: ps.Client) -> None:
     assert np.array_equal(rows[..., 0].reshape(-1), -np.arange(40_000))
 
 
+@pytest.mark.thorough
 def test_more_pulls_at_once_than_shared_memory_holds_have_their_rows(client: ps.Client) -> None:
     """Some come as bytes then, and none has another's rows."""
     table = client.create_embedding("at once", 64, optimizer=ps.SGD(), init=ps.Normal(1.0))
@@ -261,6 +266,7 @@ def test_a_step_that_was_received_is_taken_whole_by_a_backup_without_memory() ->
             clients[0].wait(step)
 
 
+@pytest.mark.thorough
 def test_rows_beyond_a_servers_memory_are_refused_and_the_rest_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -366,6 +372,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("options", "words"), SETTINGS)
 def test_a_setting_that_rows_do_not_have_is_refused(
     client: ps.Client, options: dict[str, Any], words: str

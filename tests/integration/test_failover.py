@@ -116,7 +116,7 @@ def bsp_table(client: ps.Client, name: str, codec: str) -> ps.TableHandle:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "codec",
     [

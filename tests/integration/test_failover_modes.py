@@ -27,7 +27,7 @@ from tests.integration.replicated_cluster import (
 )
 from tests.integration.warm_processes import warm_context
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.thorough]
 
 WORKERS = 2
 BLOCK_COUNT = 12
@@ -98,7 +98,6 @@ def _nothing(step: int) -> None:
     del step
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("optimizer", "step"),
     [
@@ -166,7 +165,6 @@ def test_a_whole_model_is_read_by_a_cut_while_ranges_are_taken_over() -> None:
             assert torch.equal(found, expected)
 
 
-@pytest.mark.thorough
 def test_a_consistent_read_and_a_change_of_consistency_end_well(
     cluster: ReplicatedCluster, clients: list[ps.Client]
 ) -> None:
@@ -221,7 +219,6 @@ def push_until_killed(address: str, pipe: Connection) -> None:
     os._exit(1)
 
 
-@pytest.mark.thorough
 def test_a_worker_and_a_server_are_killed_at_once() -> None:
     """BSP: what the dead worker was told is in all of the values; of a last step some have it."""
     context = warm_context()

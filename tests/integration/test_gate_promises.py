@@ -15,6 +15,8 @@ import ps_worker as ps
 from ps_worker.spec.values import BlockValues
 from tests.integration.lane_cluster import lane_cluster, until
 
+pytestmark = pytest.mark.slow
+
 RUNS = 20
 WORKERS = 3
 STEPS = 6
@@ -74,7 +76,6 @@ def _train(workers: list[ps.Client], run: int) -> list[Floats]:
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_bsp_is_the_same_bits_every_time_whatever_the_order_of_arrival() -> None:
     """G4, over two servers."""
     with ps.local_cluster(servers=2, workers=WORKERS) as cluster:

@@ -110,6 +110,7 @@ def test_large_gradients_are_all_reduced(workers: Workers) -> None:
     assert_same({**after, "seldom": after["seldom"].float()}, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["plain", "ddp"])
 def test_what_is_not_finite_at_one_worker_skips_the_step_of_all(
     workers: Workers, kind: str
@@ -134,6 +135,7 @@ def test_another_learning_rate_at_one_worker_skips_the_step_of_all(workers: Work
     assert_alike([values for _, _, values in runs])
 
 
+@pytest.mark.thorough
 def test_data_shards_are_refused_where_workers_step_together(pool: Pool) -> None:
     """Who had no shard left would keep the others waiting in their step."""
     with (
@@ -146,6 +148,7 @@ def test_data_shards_are_refused_where_workers_step_together(pool: Pool) -> None
         assert [words in one for one in said] == [True] * 3, said
 
 
+@pytest.mark.thorough
 def test_a_loss_scale_reaches_both_halves(workers: Workers) -> None:
     (first, unscaled), *_ = workers.run(jobs.train, kind="plain", name="unscaled", steps=0)
     runs = workers.run(jobs.scaled)
@@ -155,6 +158,7 @@ def test_a_loss_scale_reaches_both_halves(workers: Workers) -> None:
     assert_alike([first, unscaled])
 
 
+@pytest.mark.thorough
 def test_parameters_may_go_through_the_servers(workers: Workers) -> None:
     runs = workers.run(jobs.serve_some)
     assert_alike([values for values, _ in runs])
@@ -236,6 +240,7 @@ def test_a_checkpoint_has_both_halves(pool: Pool, saved: Saved) -> None:
         assert_alike([after[name] for _, after in went_on] + [run[2][name] for run in runs])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["plain", pytest.param("sharded", marks=pytest.mark.thorough)])
 def test_an_export_has_both_halves_and_begins_another_run(
     pool: Pool, saved: Saved, tmp_path: Path, name: str

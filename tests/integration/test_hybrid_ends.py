@@ -32,7 +32,7 @@ from tests.integration.ordered_workers import (
     stepped,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(180)]
 
 WORKERS = 2
 
@@ -54,7 +54,6 @@ def workers(
 # --- one of them ends
 
 
-@pytest.mark.thorough
 def test_a_worker_that_is_killed_ends_the_step_of_the_others(cluster: LaneCluster) -> None:
     with workers(cluster, "killed") as (first, victim):
         begun(first)
@@ -65,7 +64,6 @@ def test_a_worker_that_is_killed_ends_the_step_of_the_others(cluster: LaneCluste
         assert REMEDY in said
 
 
-@pytest.mark.thorough
 def test_a_worker_whose_script_fails_is_named(cluster: LaneCluster) -> None:
     with workers(cluster, "failed") as (first, victim):
         begun(first)
@@ -76,7 +74,6 @@ def test_a_worker_whose_script_fails_is_named(cluster: LaneCluster) -> None:
         assert REMEDY in said
 
 
-@pytest.mark.thorough
 def test_a_worker_that_leaves_before_the_others_is_named(cluster: LaneCluster) -> None:
     with workers(cluster, "left") as (first, victim):
         begun(first)
@@ -90,7 +87,6 @@ def test_a_worker_that_leaves_before_the_others_is_named(cluster: LaneCluster) -
 # --- one of them is late
 
 
-@pytest.mark.thorough
 def test_a_step_that_is_waited_for_in_vain_or_interrupted_is_taken_by_the_next_call(
     cluster: LaneCluster,
 ) -> None:
@@ -302,7 +298,6 @@ with ps.connect() as client:
 """
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "how"),
     [("plain", "SIGSTOP"), ("ddp", "SIGSTOP"), ("fsdp", "SIGSTOP"), ("ddp", "SIGKILL")],

@@ -92,6 +92,7 @@ def test_a_job_of_fewer_workers_than_the_cluster_waits_for_is_refused_at_once(
         assert client.rank == 0
 
 
+@pytest.mark.thorough
 def test_a_rank_that_two_have_is_refused_with_its_source(
     cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def said_in_status(cluster: LaneCluster, node_id: int) -> str:
     return str(lane)
 
 
+@pytest.mark.thorough
 def test_a_server_that_shares_nothing_gets_bytes(
     bytes_only: LaneCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -108,6 +109,7 @@ def test_a_client_that_insists_says_which_server_shares_nothing(bytes_only: Lane
             reader.pull(reader.table("for the reader"))
 
 
+@pytest.mark.thorough
 def test_a_client_that_wants_bytes_gets_bytes(
     cluster: LaneCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,6 +120,7 @@ def test_a_client_that_wants_bytes_gets_bytes(
         assert cluster.shm_sessions == [0]
 
 
+@pytest.mark.thorough
 def test_clients_on_the_servers_host_share_memory(
     cluster: LaneCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -155,6 +158,7 @@ with ps.connect(sys.argv[1], request_deadline_s=20.0) as client:
 """
 
 
+@pytest.mark.thorough
 def test_a_process_that_may_make_no_large_file_sends_bytes(cluster: LaneCluster) -> None:
     """Its ring cannot be reserved: one line says so, and training goes on."""
     done = subprocess.run(

@@ -217,6 +217,7 @@ def _ring(server: Served) -> str:
     return rings[0] if rings else ""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lane", LANES)
 def test_what_moves_is_counted_by_the_servers(cluster: LaneCluster, lane: str) -> None:
     names = ("received_bytes_total", "sent_bytes_total", "pull_duration_seconds_count")
@@ -288,6 +289,7 @@ def _first_free_descriptor(pid: int) -> int:
     return next(number for number in count() if number not in used)
 
 
+@pytest.mark.thorough
 def test_a_server_without_descriptors_serves_on_and_lets_in_later(cluster: LaneCluster) -> None:
     server = cluster.servers[0]
     pid = server.process.pid

@@ -148,6 +148,7 @@ def test_told_to_stop_it_makes_one_while_workers_train(tmp_path: Path) -> None:
     assert check_whole(root, "stopped") >= 1
 
 
+@pytest.mark.thorough
 def test_a_server_that_is_lost_meanwhile_does_not_cost_it(tmp_path: Path) -> None:
     """A stopped server takes no part in it; when its lease has ended, the other makes another."""
     root = tmp_path / "checkpoints"
@@ -161,6 +162,7 @@ def test_a_server_that_is_lost_meanwhile_does_not_cost_it(tmp_path: Path) -> Non
     assert check_whole(root, "stopped") >= 1
 
 
+@pytest.mark.thorough
 def test_when_all_workers_have_left_it_makes_one_and_all_ends(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     with bare_cluster(root, stop_when_done="1") as cluster:
@@ -209,6 +211,7 @@ def take_no_checkpoints(root: Path) -> None:
     root.write_text("no folder", encoding="utf-8")
 
 
+@pytest.mark.thorough
 def test_a_finished_run_whose_last_checkpoint_fails_is_saved_by_the_next_scheduler(
     tmp_path: Path,
 ) -> None:
@@ -233,6 +236,7 @@ def test_a_finished_run_whose_last_checkpoint_fails_is_saved_by_the_next_schedul
         assert set(values) == {-1.0}
 
 
+@pytest.mark.thorough
 def test_a_finished_run_without_a_journal_ends_with_its_servers_and_says_that_it_is_not_saved(
     tmp_path: Path,
 ) -> None:
@@ -246,6 +250,7 @@ def test_a_finished_run_without_a_journal_ends_with_its_servers_and_says_that_it
         cluster.end_of("server")
 
 
+@pytest.mark.thorough
 def test_a_run_whose_values_are_lost_is_not_begun_anew_by_the_next_scheduler(
     tmp_path: Path,
 ) -> None:
@@ -267,6 +272,7 @@ def test_a_run_whose_values_are_lost_is_not_begun_anew_by_the_next_scheduler(
     assert not records_in(journal)
 
 
+@pytest.mark.thorough
 def test_who_left_is_in_checkpoints_of_the_next_scheduler(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     with bare_cluster(root, checkpoint_last_s="1", journal=str(tmp_path / "journal")) as cluster:
@@ -289,6 +295,7 @@ def test_who_left_is_in_checkpoints_of_the_next_scheduler(tmp_path: Path) -> Non
     assert not list(root.glob("left-*")), "the launcher ended the cluster, and no other goes on"
 
 
+@pytest.mark.thorough
 def test_the_one_that_the_cluster_began_from_stays_while_it_goes_on(tmp_path: Path) -> None:
     """A table that comes later begins with its values, and a state that is attached later."""
     root = tmp_path / "checkpoints"
@@ -321,6 +328,7 @@ def test_the_one_that_the_cluster_began_from_stays_while_it_goes_on(tmp_path: Pa
         assert counted(client).seen == 7
 
 
+@pytest.mark.thorough
 def test_told_to_stop_while_a_resumed_script_starts_up_the_newest_is_where_it_began(
     tmp_path: Path,
 ) -> None:
@@ -385,6 +393,7 @@ def test_who_waits_for_its_cut_goes_on_when_it_is_given_up(tmp_path: Path) -> No
                 client.close(leave=False)
 
 
+@pytest.mark.thorough
 def test_without_servers_it_waits_for_nobody(tmp_path: Path) -> None:
     with bare_cluster(tmp_path / "checkpoints", stop_when_done="1") as cluster:
         with training(cluster):
@@ -398,6 +407,7 @@ def test_without_servers_it_waits_for_nobody(tmp_path: Path) -> None:
         assert "no checkpoint can be made: " in said
 
 
+@pytest.mark.thorough
 def test_without_a_table_of_the_run_without_a_name_none_is_made_and_nothing_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -417,6 +427,7 @@ def test_without_a_table_of_the_run_without_a_name_none_is_made_and_nothing_fail
         assert "no_last_checkpoint" not in cluster.end_of("scheduler")
 
 
+@pytest.mark.thorough
 def test_a_local_cluster_ends_after_a_checkpoint_that_nobody_waits_for(tmp_path: Path) -> None:
     """It is large, so that it is not written before the cluster is told to end."""
     root = tmp_path / "checkpoints"

@@ -108,6 +108,7 @@ def test_a_killed_role_is_described_by_its_signal(
     assert (ended.how, ended.fate) == ("signal 9 (SIGKILL)", "was killed by SIGKILL")
 
 
+@pytest.mark.thorough
 def test_a_role_that_is_started_again_has_to_become_ready_again(
     launcher: Launcher, role: Role, exits: queue.SimpleQueue[RoleExit]
 ) -> None:
@@ -247,6 +248,7 @@ def test_a_local_cluster_serves_and_ends_with_its_block() -> None:
     assert all(is_gone(pid) for pid in pids.values())
 
 
+@pytest.mark.thorough
 def test_a_local_cluster_does_not_outlive_a_killed_parent() -> None:
     program = (
         "import json, signal\nfrom ps_worker.client.local_cluster import local_cluster\n"

@@ -71,7 +71,7 @@ def _leave(client: ps.Client, seen_by: ps.Client) -> None:
     until(lambda: not seen_by.engine.view.nodes_by_id[node_id].state.is_member, "the others know")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("consistency", ["bsp", "ssp:0"])
 def test_who_has_less_to_do_leaves_and_the_others_unfreeze_layers(

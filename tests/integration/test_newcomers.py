@@ -96,7 +96,7 @@ class Running:
         return [run.result(DEADLINE_S) for run in self._runs]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_newcomer_may_leave_without_having_trained(cluster: LaneCluster) -> None:
     """It ends the tables of the others at the clocks that it has joined at."""
     clients = _first(cluster)
@@ -253,7 +253,7 @@ def test_what_a_newcomer_has_loaded_is_refused_at_it_alone(cluster: LaneCluster,
         _close(clients)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_it_leaves_and_another_gets_its_rank(cluster: LaneCluster) -> None:
     clients = _first(cluster)

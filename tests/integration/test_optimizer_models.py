@@ -58,6 +58,7 @@ def check_equal(first: nn.Module, second: nn.Module) -> None:
     assert differing(values(first), values(second)) == []
 
 
+@pytest.mark.thorough
 def test_groups_have_their_own_numbers_and_may_be_added(
     client: ps.Client, reader: ps.Client
 ) -> None:
@@ -337,6 +338,7 @@ def test_eager_hyperparameters_are_those_of_the_first_gradient(client: ps.Client
         ours.step()
 
 
+@pytest.mark.thorough
 def test_eager_steps_go_on_after_a_change_of_consistency(client: ps.Client) -> None:
     """With the bits of torch.optim; under BSP a gradient that is not finite skips the step."""
     model, twin = seeded(Branched), seeded(Branched)
@@ -373,6 +375,7 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, by its compiler
 def test_a_compiled_model_has_the_names_of_the_plain_one(
     client: ps.Client, reader: ps.Client

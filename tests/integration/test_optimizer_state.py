@@ -129,6 +129,7 @@ def test_ranks_that_load_different_state_are_told_and_nothing_changes(
     check_same(found[0][1][2], found[1][1][2])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("consistency", ["asp", "ssp:2", "bsp:backup=1"])
 def test_where_no_step_is_all_workers_a_load_is_refused_at_once(
     workers: Workers, adam: StateDict, consistency: str
@@ -158,6 +159,7 @@ def test_what_was_read_may_be_loaded_again_in_every_setting(workers: Workers) ->
         assert "optimizer state was loaded into 'again'" in told_other
 
 
+@pytest.mark.thorough
 def test_a_step_that_waits_in_the_middle_of_a_load_goes_on(
     pool: Pool, workers: Workers, adam: StateDict
 ) -> None:

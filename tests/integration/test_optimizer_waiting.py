@@ -90,6 +90,7 @@ def test_an_optimizer_is_made_after_a_wait_for_its_initial_values_expired() -> N
         takes_a_step(ended(lambda: ps.DistributedOptimizer(client, model, ps.SGD(lr=1.0))), model)
 
 
+@pytest.mark.thorough
 def test_an_optimizer_is_made_after_one_of_its_initial_values_was_refused(
     client: ps.Client,
 ) -> None:
@@ -145,6 +146,7 @@ def ended(end: Callable[[], T]) -> T:
             continue
 
 
+@pytest.mark.thorough
 def test_a_wait_that_expired_goes_on_with_the_next_step(
     two: tuple[ps.Client, ps.Client],
 ) -> None:
@@ -172,6 +174,7 @@ def test_a_wait_that_expired_goes_on_with_the_next_step(
         assert differing(values(models[0]), values(models[1])) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("next_call", ["zero_grad", "step", "other gradients", "state_dict"])
 def test_a_step_that_was_refused_is_told_of_also_after_a_wait_that_expired(
     two: tuple[ps.Client, ps.Client], next_call: str
@@ -314,6 +317,7 @@ def test_gradients_that_come_after_an_expired_wait_are_a_step_of_their_own(
     assert torch.equal(models[0].weight, models[1].weight)
 
 
+@pytest.mark.thorough
 def test_a_step_of_two_tables_of_which_one_has_ended_is_the_same_step(
     two: tuple[ps.Client, ps.Client],
 ) -> None:
@@ -345,6 +349,7 @@ def test_a_step_of_two_tables_of_which_one_has_ended_is_the_same_step(
     assert torch.equal(models[0].bias.detach(), torch.full((1,), -1.0))
 
 
+@pytest.mark.thorough
 def test_zero_grad_waits_for_a_step_that_has_not_ended(two: tuple[ps.Client, ps.Client]) -> None:
     models = [seeded(Branched), seeded(Branched)]
     (x,) = batches(1)
@@ -374,6 +379,7 @@ def _backward(model: nn.Module, x: torch.Tensor) -> None:
     model(x).square().mean().backward()
 
 
+@pytest.mark.thorough
 def test_what_a_script_changes_while_a_step_is_waited_for_comes_after_that_step(
     two: tuple[ps.Client, ps.Client],
 ) -> None:
@@ -410,6 +416,7 @@ def test_what_a_script_changes_while_a_step_is_waited_for_comes_after_that_step(
     assert [differing(values(model), values(models[2])) for model in models] == [[], [], []]
 
 
+@pytest.mark.thorough
 def test_a_second_change_while_the_first_is_waited_for_is_not_written_over(
     two: tuple[ps.Client, ps.Client],
 ) -> None:
@@ -447,6 +454,7 @@ def test_a_second_change_while_the_first_is_waited_for_is_not_written_over(
     assert differing(values(models[0]), values(models[1])) == []
 
 
+@pytest.mark.thorough
 def test_buffers_that_a_script_changes_while_they_are_waited_for_stay_so(
     two: tuple[ps.Client, ps.Client],
 ) -> None:
@@ -470,6 +478,7 @@ def test_buffers_that_a_script_changes_while_they_are_waited_for_stay_so(
     assert torch.equal(*variance), "it was not changed"
 
 
+@pytest.mark.thorough
 def test_an_evaluator_reads_one_clock_of_all_tables_while_training_goes_on(
     cluster: ps.LocalCluster, client: ps.Client
 ) -> None:

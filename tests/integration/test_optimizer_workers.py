@@ -92,6 +92,7 @@ def check_all_equal(results: list[Values], expected: Values) -> None:
         assert differing(result, expected) == [], f"rank {rank}"
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_any_number_of_servers_gives_the_bits_of_one_process(pool: Pool, workers: Workers) -> None:
     expected = in_one_process(4, lambda p: torch.optim.AdamW(p, lr=0.01), branched)
@@ -174,6 +175,7 @@ def test_a_nan_of_one_worker_leaves_it_out_and_is_told_to_it_alone(workers: Work
     assert [message for message, _ in answers[1:]] == ["", ""]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("buffers", ["rank0", "mean", None])
 def test_buffers(workers: Workers, buffers: str | None) -> None:
     histories = workers.run(jobs.train_normed, name=f"buffers-{buffers}", buffers=buffers)
@@ -216,6 +218,7 @@ def test_uneven_data_ends_no_run(pool: Pool) -> None:
         assert differing(answer, expected[rank]) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_workers_that_disagree_are_both_named(pool: Pool) -> None:
     with (
@@ -251,6 +254,7 @@ def test_buffers_of_asynchronous_workers_are_those_of_rank_zero(workers: Workers
             assert torch.equal(result[name], last[name]), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_late", [False, True], ids=["module", "wrapped later"])
 def test_a_model_in_data_parallel_with_other_processes_is_refused(
     workers: Workers, tmp_path: Path, is_late: bool

@@ -29,6 +29,8 @@ from tests.integration.outer_training import (
     values_of,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=["shm", pytest.param("grpc", marks=pytest.mark.second_lane)])
 def workers(request: pytest.FixtureRequest) -> Iterator[list[ps.Client]]:
@@ -485,7 +487,7 @@ def test_only_outer_steps_share_buffers(workers: list[ps.Client]) -> None:
     assert together(workers, partial(work, name=new_name())) == [[1, 2, 3, 4], [2, 4, 3, 5]]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("codec", "times"), [("int8", 1.1), pytest.param("sign", 3.0, marks=pytest.mark.thorough)]
 )

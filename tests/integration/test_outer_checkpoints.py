@@ -62,7 +62,7 @@ class Run:
             return resumed_training.together(cluster.address, 2, work)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_fewer_workers_say_whose_inner_steps_are_dropped_and_keep_what_codecs_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -96,7 +96,7 @@ def test_fewer_workers_say_whose_inner_steps_are_dropped_and_keep_what_codecs_le
     assert "ranks=1 " in told
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(180)  # four clusters, one after the other
 @pytest.mark.parametrize(
     "options",
@@ -125,7 +125,7 @@ def test_bsp_goes_on_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> Non
             assert not differences(own, theirs), f"{rank=} {step=}"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_one_that_comes_within_a_step_has_the_state_after_it(tmp_path: Path) -> None:
     """Both workers are in the forward pass after inner step 4, whose buffers are not the step's."""
     root = str(tmp_path)

@@ -33,7 +33,7 @@ from tests.integration.outer_training import (
 from tests.integration.replicated_cluster import DEADLINE_S, replicated_cluster
 from tests.integration.test_worker_gone import PATIENCE, victim
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(180)]
 
 STEPS = 4 * INNER_STEPS
 
@@ -73,7 +73,6 @@ def train_to_the_end(address: str, lane: str, _: str, pipe: Connection) -> None:
         os._exit(0)
 
 
-@pytest.mark.thorough
 def test_a_worker_killed_between_outer_steps_is_replaced() -> None:
     """What its inner steps did is lost; the other one gives its outer step without it, and the
     replacement begins with the servers' parameters.

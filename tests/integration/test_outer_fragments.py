@@ -32,6 +32,8 @@ from tests.integration.outer_training import (
 )
 from tests.integration.replicated_cluster import DEADLINE_S, replicated_cluster
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 128  # elements: the model has five blocks
 STREAMED = ps.Outer(ADAMW, inner_steps=6, fragments=3)
 OVERLAPPED = ps.Outer(ADAMW, inner_steps=9, fragments=3, overlap=2)
@@ -281,7 +283,6 @@ def test_what_came_too_late_stays_at_its_worker(
 # --- faults and checkpoints
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_server_killed_while_an_outer_step_is_on_its_way_changes_no_bit() -> None:
     steps = 4 * OVERLAPPED.inner_steps
@@ -305,7 +306,7 @@ def test_a_server_killed_while_an_outer_step_is_on_its_way_changes_no_bit() -> N
         assert is_same_history(found[rank], expected)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("outer", [pytest.param(OVERLAPPED, marks=pytest.mark.thorough), ALL])
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, outer: ps.Outer) -> None:
@@ -390,7 +391,7 @@ def test_more_fragments_than_blocks_are_refused(workers: list[ps.Client]) -> Non
 # --- beside other features
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("codec", ["int8", pytest.param("topk:0.2", marks=pytest.mark.thorough)])
 def test_fragments_in_fewer_bits_train_as_well(workers: list[ps.Client], codec: str) -> None:
     """What a codec leaves of a block comes with the block's next outer step."""
@@ -443,7 +444,7 @@ def test_a_script_that_ends_while_an_outer_step_is_on_its_way_holds_nobody() -> 
             assert list(threads.map(work, range(WORKERS))) == [12, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_wait_that_expires_is_taken_up_again() -> None:
     """The inner step was taken before the wait, and its gradients are not applied twice."""
     outer = ps.Outer(SGD, 2, lr=1.0, momentum=0.0, nesterov=False, overlap=1)

@@ -156,6 +156,7 @@ def in_both_ways(clients: list[ps.Client], name: str, make: Any, **options: Any)
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "make",
     [Recurrent, *(pytest.param(each, marks=pytest.mark.thorough) for each in (Plain, Attending))],
@@ -198,6 +199,7 @@ def test_two_optimizers_of_one_module_await_what_each_trains(clients: list[ps.Cl
         assert differing(each, found[-1]) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -303,6 +305,7 @@ def test_a_copy_of_the_model_is_a_plain_one_and_so_is_the_model_when_all_is_ther
     together(clients, check)
 
 
+@pytest.mark.thorough
 def test_values_that_nobody_has_read_are_there_when_the_client_has_left() -> None:
     with replicated_cluster(servers=2, workers=1) as cluster:
         with ps.connect(cluster.address, request_deadline_s=DEADLINE_S) as client:
@@ -367,6 +370,7 @@ def test_workers_that_disagree_are_told_by_the_step() -> None:
         together(clients, disagree)
 
 
+@pytest.mark.thorough
 def test_a_layer_that_comes_later_is_awaited_too(clients: list[ps.Client]) -> None:
     def check(client: ps.Client) -> None:
         model = made(Plain)
@@ -460,6 +464,7 @@ def test_a_compiled_model_has_the_same_bits(clients: list[ps.Client], is_given: 
     assert torch._dynamo.utils.counters["frames"]["total"] == counts[0], "compiled anew"
 
 
+@pytest.mark.thorough
 def test_a_server_killed_after_a_step_changes_no_bit(
     cluster: ReplicatedCluster, clients: list[ps.Client]
 ) -> None:

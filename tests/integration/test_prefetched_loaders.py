@@ -61,6 +61,7 @@ def test_what_counts_the_batches_of_a_loop_is_refused(client: ps.Client) -> None
             ps.prefetch(counted, lambda _: {})
 
 
+@pytest.mark.thorough
 def test_a_sampler_follows_what_is_prefetched(client: ps.Client) -> None:
     trainer = Trainer(client, "followed")
     sampler = ps.DistributedSampler(client, SAMPLES, name="followed")
@@ -92,6 +93,7 @@ def test_data_shards_go_over_what_is_prefetched(client: ps.Client) -> None:
     assert sorted(seen) == sorted([*range(SAMPLES), *again])
 
 
+@pytest.mark.thorough
 def test_adaptive_batches_go_over_what_is_prefetched() -> None:
     """The last step has three samples for two workers, which differ in their weight."""
 

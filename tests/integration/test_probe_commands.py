@@ -18,6 +18,8 @@ from ps_runtime.grpc.node_server import NodeServer
 from ps_runtime.observe.metrics import new_registry
 from tests.tidy.source import ROOT
 
+pytestmark = pytest.mark.slow
+
 WELL, NOT_WELL = 0, 1
 
 

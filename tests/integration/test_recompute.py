@@ -20,6 +20,8 @@ import ps_worker as ps
 from ps_worker.transport.metrics import MEASURES
 from tests.integration.training_models import BLOCK, seeded
 
+pytestmark = pytest.mark.slow
+
 PEER_GRADIENT = 0.25
 DEADLINE_S = 20.0
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import ps_worker as ps
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.thorough]
 
 WORKERS, DIM, DEADLINE_S = 2, 4, 20.0
 EVERYTHING = torch.arange(20)

@@ -63,6 +63,7 @@ def test_the_newest_version_is_what_a_client_pulls(
     assert made.tobytes() == logged.pulled[name].tobytes()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("which", [0, 1])
 def test_it_is_what_a_checkpoint_has(logged: LoggedRun, which: int, tmp_path: Path) -> None:
     """Parameters and what the optimizer keeps, in the middle and at the end."""

@@ -139,6 +139,7 @@ def test_the_newest_timeline_is_replayed(restored: Restored, tmp_path: Path) -> 
     assert said == f"pushpull: 1 earlier runs in {restored.logs} are passed over\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("which", [1, 2])
 def test_it_is_what_a_checkpoint_has(restored: Restored, which: int, tmp_path: Path) -> None:
     url = restored.checkpoints[which]
@@ -170,6 +171,7 @@ def test_a_clipped_gradient_has_the_norm_that_it_was_cut_to(
     assert all(0 < each["row_count"] <= 402 for each in versions)
 
 
+@pytest.mark.thorough
 def test_a_log_whose_beginning_is_gone_begins_with_snapshots(
     restored: Restored, tmp_path: Path
 ) -> None:

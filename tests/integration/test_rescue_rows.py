@@ -55,6 +55,7 @@ def push(client: ps.Client, table: ps.TableHandle, ids: Any, seed: int = 0) -> N
     client.wait(client.push_rows(table, np.asarray(ids), rows))
 
 
+@pytest.mark.thorough
 def test_rows_are_saved_as_a_client_pulls_them(
     cluster: ps.LocalCluster, client: ps.Client, tmp_path: Path
 ) -> None:
@@ -239,6 +240,7 @@ def test_a_server_that_is_gone_is_named(
     assert [each.name for each in tmp_path.iterdir()] == ["kept.json"]
 
 
+@pytest.mark.thorough
 def test_a_listing_that_is_wrong_is_refused(cluster: ps.LocalCluster) -> None:
     with ps.connect(cluster.address, role="reader") as reader:
         engine = reader.engine

@@ -97,6 +97,7 @@ def check_never_lands(tmp_path: Path, lane: str) -> None:
             client.close()
 
 
+@pytest.mark.thorough
 def test_what_is_no_good_checkpoint_changes_nothing(tmp_path: Path) -> None:
     with (
         ps.local_cluster(1, 1, checkpoint_url=str(tmp_path / "none")) as cluster,
@@ -134,6 +135,7 @@ def shared_segments(process_id: int) -> tuple[int, int]:
     return sum(name in link for link in links), sum(name in each for each in maps)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("overlap_pull", [False, True])
 def test_the_same_module_goes_on_with_another_optimizer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, *, overlap_pull: bool

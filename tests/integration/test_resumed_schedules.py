@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler as schedules
 import ps_worker as ps
 from tests.integration.resumed_training import DEADLINE_S, together
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 SAVED, END = 4, 9
 

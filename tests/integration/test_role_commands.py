@@ -144,6 +144,7 @@ def test_python_m_is_still_the_role(module: str, tmp_path: Path) -> None:
     assert run.stdout.startswith("usage: pushpull ")
 
 
+@pytest.mark.thorough
 def test_a_wrong_setting_is_one_line_and_names_the_remedy(started: Started) -> None:
     process = started.start("scheduler", "--servers", "1")
     said, _ = process.communicate(timeout=DEADLINE_S)

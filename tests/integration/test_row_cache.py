@@ -19,7 +19,7 @@ from pushpull.jagged import EmbeddingBagConfig, KeyedJaggedTensor
 from tests.integration.lane_cluster import until
 from tests.integration.replicated_cluster import replicated_cluster
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 DIM, DEADLINE_S = 4, 30.0
 IDS = torch.arange(6)
@@ -323,7 +323,6 @@ def test_after_a_restore_nothing_of_before_is_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.parametrize(("lane", "storage"), [("grpc", "float16"), ("shm", "full")])
 def test_a_killed_server_makes_no_row_older(lane: str, storage: str) -> None:
     """Two workers; of its own steps a row lacks two at most, and what it had it keeps."""

@@ -80,6 +80,7 @@ def assert_same(model: Tastes, twin: Tastes) -> None:
     torch.testing.assert_close(model.head.state_dict(), twin.head.state_dict())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cache_rows", [0, 9])
 def test_one_step_is_of_both(client: ps.Client, cache_rows: int) -> None:
     """Gradients are cleared before or after the forward pass, and of two passes are added up. A
@@ -145,6 +146,7 @@ def test_a_gradient_that_was_cleared_is_not_pushed(client: ps.Client) -> None:
     assert_same(model, twin)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("setting", ["bsp", "asp", "bsp beside asp"])
 def test_the_norm_is_of_both(client: ps.Client, setting: str, passes: int) -> None:
@@ -191,6 +193,7 @@ def test_add_clips_both(client: ps.Client) -> None:
     assert_same(model, twin)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_the_loss_scale_reaches_rows(client: ps.Client, clip_norm: float | None) -> None:
     name = f"scaled {clip_norm}"
@@ -284,6 +287,7 @@ def test_a_step_of_rows_that_cannot_be_sent_is_refused_whole(
     assert_same(model, twin)
 
 
+@pytest.mark.thorough
 def test_what_a_script_gets_wrong_is_refused(client: ps.Client) -> None:
     model = tastes(client, "wrong/users")
     users = model.users
@@ -491,6 +495,7 @@ def test_a_worker_that_joins_steps_both_with_the_others() -> None:
         late.close(leave=False)
 
 
+@pytest.mark.thorough
 def test_a_block_that_is_computed_anew_pushes_its_rows_once() -> None:
     """The rows take a clock for the round all the same."""
     with ps.local_cluster(servers=2, workers=2) as cluster, ExitStack() as stack:

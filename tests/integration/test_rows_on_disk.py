@@ -113,6 +113,7 @@ def test_rows_on_disk_are_trained_as_rows_in_memory(lane: str, tmp_path: Path) -
     assert disk_row_counts[1] > IDS // 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lane", ["grpc", pytest.param("shm", marks=pytest.mark.second_lane)])
 def test_a_killed_server_loses_no_row_and_leaves_no_file(lane: str, tmp_path: Path) -> None:
     """It dies under a push; another joins, gets all rows, and serves when the other one dies."""

@@ -57,6 +57,7 @@ def expected(rate: float) -> list[list[float]]:
     return [[2.0 * rate * clock for clock in range(1, STEPS + 1)]] * 2
 
 
+@pytest.mark.thorough
 def test_a_second_run_trains_when_the_first_has_ended(address: str) -> None:
     assert both(address, "first", 1.0) == expected(1.0)
     assert both(address, "second", 2.0) == expected(2.0)

@@ -63,6 +63,7 @@ async def process(tmp_path: Path, *arguments: str, **variables: str) -> AsyncIte
             await started.wait()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_signal_ends_the_process_cleanly(tmp_path: Path, number: signal.Signals) -> None:
     async def test() -> None:
@@ -77,6 +78,7 @@ def test_a_stop_signal_ends_the_process_cleanly(tmp_path: Path, number: signal.S
     asyncio.run(test())
 
 
+@pytest.mark.thorough
 def test_a_scheduler_that_can_keep_no_join_secret_does_not_start(tmp_path: Path) -> None:
     async def test() -> None:
         nowhere = {"PUSHPULL_JOIN_SECRET": "", "HOME": str(tmp_path / "nowhere")}
@@ -90,6 +92,7 @@ def test_a_scheduler_that_can_keep_no_join_secret_does_not_start(tmp_path: Path)
     asyncio.run(test())
 
 
+@pytest.mark.thorough
 def test_stop_when_done_ends_after_the_last_worker_and_the_servers(tmp_path: Path) -> None:
     async def test() -> None:
         arguments = ("--workers=1", "--servers=1", "--stop-when-done")
@@ -116,6 +119,7 @@ def test_stop_when_done_ends_after_the_last_worker_and_the_servers(tmp_path: Pat
     asyncio.run(test())
 
 
+@pytest.mark.thorough
 def test_stop_when_done_ends_when_the_last_worker_is_gone(tmp_path: Path) -> None:
     async def test() -> None:
         arguments = (
@@ -141,6 +145,7 @@ def test_stop_when_done_ends_when_the_last_worker_is_gone(tmp_path: Path) -> Non
     asyncio.run(test())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -84,6 +84,7 @@ def test_kills_of_the_scheduler_under_load_are_no_event(scene: Scene, kills: int
     assert scene.tables(f"made after {kills}")
 
 
+@pytest.mark.thorough
 def test_nobody_gets_the_port_of_a_killed_scheduler_before_it_is_back(scene: Scene) -> None:
     cluster = scene.cluster
     cluster.kill_scheduler()

@@ -16,6 +16,8 @@ from ps_runtime.observe import logs
 from tests.integration.cut_wire import CutWire, grpc_port, start_behind
 from tests.integration.lane_cluster import LaneCluster, Served, lane_cluster
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 20.0
 SIZE = 300_000
 """More than a read that is answered on the push stream: a Pull of its own comes too."""

@@ -30,7 +30,7 @@ from tests.integration.test_worker_gone import (
     victim,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 STEPS = 12
 
@@ -52,7 +52,6 @@ def _successor(cluster: LaneCluster, rank: int | None = None) -> ps.Client:
     return client
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("consistency", "lane"), [("bsp", "shm"), ("ssp:1", "grpc"), ("asp", "shm")]
 )
@@ -208,7 +207,6 @@ def train_as_rank_0(address: str, lane: str, _: str, pipe: Connection) -> None:
         os._exit(0)
 
 
-@pytest.mark.thorough
 def test_even_rank_0_is_replaced_and_the_models_stay_equal(cluster: LaneCluster) -> None:
     """BSP with BatchNorm, two groups of parameters and a schedule that all must agree on."""
     with (
@@ -248,7 +246,6 @@ def test_even_rank_0_is_replaced_and_the_models_stay_equal(cluster: LaneCluster)
             client.close(leave=False)
 
 
-@pytest.mark.thorough
 def test_what_only_the_workers_have_cannot_be_taken_over(cluster: LaneCluster) -> None:
     with victim(cluster, "auto", "asp", take_steps) as dead, living(cluster) as clients:
         dead.hear()

@@ -161,6 +161,7 @@ def test_what_changes_after_one_that_expired_is_not_written_over(clients: list[p
     assert float(models[0].weight.detach().min()) == 5.0
 
 
+@pytest.mark.thorough
 def test_nobody_steps_on_before_all_have_pulled(clients: list[ps.Client]) -> None:
     """The second worker makes the calls by hand, and takes its time between them."""
     models = [zeroed() for _ in clients]
@@ -210,6 +211,7 @@ def test_a_worker_that_is_missing_is_named_and_the_call_goes_on(clients: list[ps
         assert torch.equal(model.weight, torch.full((2, FEATURES), -111.0))
 
 
+@pytest.mark.thorough
 def test_a_parameter_that_was_changed_is_not_overwritten(clients: list[ps.Client]) -> None:
     models = [zeroed() for _ in clients]
     optimizers = together(

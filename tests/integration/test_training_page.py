@@ -10,7 +10,7 @@ import torch
 
 from tests.integration.command_line import ROOT, run_warm
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 PAGE = (ROOT / "docs/guides/TRAINING.md").read_text(encoding="utf-8")
 

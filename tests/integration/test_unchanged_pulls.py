@@ -124,6 +124,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind",
     [
@@ -196,6 +197,7 @@ def test_what_a_refused_edit_has_left_is_not_taken_for_the_servers(
         assert found == (USED, UNUSED)
 
 
+@pytest.mark.thorough
 def test_outer_steps_bring_what_they_changed(clients: list[ps.Client]) -> None:
     """Its pseudo-gradient counts from what was pulled, and of the unused layer it is zero: that is
     an update, too.
@@ -259,6 +261,7 @@ def test_a_restore_brings_everything_as_it_was(tmp_path: Path, lane: str) -> Non
         client.close()
 
 
+@pytest.mark.thorough
 def test_a_reader_that_polls_pulls_what_has_changed(
     cluster: ReplicatedCluster, clients: list[ps.Client]
 ) -> None:

@@ -288,6 +288,7 @@ def test_an_empty_log_is_given_nothing(scene: Scene, tmp_path: Path) -> None:
         progress(loads)
 
 
+@pytest.mark.thorough
 def test_another_cluster_of_other_ranges_begins_anew_with_its_log(tmp_path: Path) -> None:
     """What the log has is of another cluster; it is kept as history."""
     shape = ClusterShape(1, 1, update_log=UpdateLogPlan(str(tmp_path)))

@@ -26,7 +26,7 @@ from tests.integration.command_line import run_warm
 from tests.tidy.source import ROOT
 from tests.unit.package_folder import install
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 PAGE = (ROOT / "docs/guides/CUSTOM_UPDATES.md").read_text(encoding="utf-8")
 END_DEADLINE_S = 60.0
@@ -94,7 +94,6 @@ def launcher() -> Iterator[Launcher]:
         yield launcher
 
 
-@pytest.mark.thorough
 def test_two_servers_with_different_versions_do_not_join_one_cluster(
     launcher: Launcher, tmp_path: Path
 ) -> None:
@@ -120,7 +119,6 @@ def test_two_servers_with_different_versions_do_not_join_one_cluster(
         client.create_table("w", 64, optimizer=ps.Custom("plain"))
 
 
-@pytest.mark.thorough
 def test_a_server_that_comes_later_needs_what_tables_use(
     launcher: Launcher, tmp_path: Path
 ) -> None:
@@ -170,7 +168,6 @@ def blocks(language: str) -> list[str]:
     return found
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(150)
 def test_the_page_has_a_complete_example(tmp_path: Path) -> None:
     (project,) = blocks("toml")

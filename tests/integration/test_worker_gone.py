@@ -251,6 +251,7 @@ def test_one_that_was_paused_for_too_long_is_fenced_and_changes_nothing(
         assert states(cluster)[VICTIM] == "gone"
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_a_half_delivered_step_holds_neither_room_nor_anybody(cluster: LaneCluster) -> None:
     with (

@@ -25,7 +25,7 @@ from tests.integration.ordered_workers import (
 )
 from tests.integration.training_models import differing
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(180)]
 
 GROUPS = "a", "b", "b", "a"
 
@@ -86,7 +86,6 @@ def test_a_worker_that_is_alone_in_its_group_hears_of_it_too(cluster: LaneCluste
         check_next_steps(member, first, second)
 
 
-@pytest.mark.thorough
 def test_a_leader_that_is_killed_ends_the_step_of_its_group(cluster: LaneCluster) -> None:
     with workers(cluster, "killed") as (first, victim, member, second):
         for worker in (first, member, second):

@@ -120,6 +120,7 @@ def test_groups_train_as_one_process(workers: Workers, groups: Sequence[str]) ->
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.thorough
 def test_large_gradients_are_all_reduced_alike_in_each_run(workers: Workers) -> None:
     options: dict[str, Any] = {"groups": UNEQUAL, "steps": STEPS, "is_direct": False}
     runs = [workers.run(jobs.train, name=f"large {each}", **options) for each in range(2)]
@@ -129,12 +130,14 @@ def test_large_gradients_are_all_reduced_alike_in_each_run(workers: Workers) -> 
     )
 
 
+@pytest.mark.thorough
 def test_the_workers_of_one_machine_are_a_group(workers: Workers) -> None:
     runs = workers.run(jobs.train, name="host", groups=["host"] * WORKERS, steps=STEPS)
     assert_bits(runs[3].history, in_one_process(ONE))
     assert [run.moved_bytes[0] > 0 for run in runs] == [True, False, False, False]
 
 
+@pytest.mark.thorough
 def test_sums_are_not_divided(workers: Workers) -> None:
     sgd = ps.SGD(lr=0.1 / WORKERS, momentum=0.9)
     options: dict[str, Any] = {"optimizer": sgd, "reduction": "sum"}
@@ -143,6 +146,7 @@ def test_sums_are_not_divided(workers: Workers) -> None:
     torch.testing.assert_close(runs[0].history[-1], in_one_process(UNEQUAL)[-1])
 
 
+@pytest.mark.thorough
 def test_the_reduced_gradient_is_clipped(workers: Workers) -> None:
     runs = workers.run(jobs.train, name="clip", groups=UNEQUAL, steps=STEPS, clip_norm=0.1)
     assert_alike([run.history[-1] for run in runs])
@@ -199,6 +203,7 @@ def test_parameters_that_are_unfrozen_and_groups_that_come_later(workers: Worker
 # --- steps that one worker would not take
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("groups", [PAIRS, UNEQUAL], ids="".join)
 def test_a_nan_of_one_member_leaves_its_group_out(workers: Workers, groups: Sequence[str]) -> None:
     bad = 2
@@ -257,6 +262,7 @@ def test_edits_are_taken_by_all_or_refused(workers: Workers, edited: Sequence[in
         assert_bits([runs[0][1]], in_one_process(PAIRS)[-1:])
 
 
+@pytest.mark.thorough
 def test_loaded_state_is_taken_by_all(workers: Workers) -> None:
     found = workers.run(jobs.load, name="load", groups=PAIRS)
     straight = workers.run(
@@ -283,6 +289,7 @@ def test_members_that_disagree_with_the_servers_are_told_why(pool: Pool) -> None
         assert "disagree about clock 1" in str(each)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("groups", [PAIRS, UNEQUAL], ids="".join)
 def test_a_change_of_the_consistency_from_outside_is_refused_until_it_is_set_back(
     workers: Workers, groups: Sequence[str]
@@ -294,6 +301,7 @@ def test_a_change_of_the_consistency_from_outside_is_refused_until_it_is_set_bac
         assert_bits([found], in_one_process(groups)[1:2])
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_refused(workers: Workers) -> None:
     for said in workers.run(jobs.refuse):
         stale, backup, eager, late, add, rows, nameless, changed, hybrid = said
@@ -341,6 +349,7 @@ def test_a_run_is_resumed_exactly(pool: Pool, tmp_path_factory: pytest.TempPathF
     assert_alike([after for _, after in went_on] + [run[2] for run in runs])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "runs",
     [

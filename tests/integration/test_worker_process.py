@@ -19,7 +19,7 @@ import pytest
 
 import ps_worker as ps
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 30.0
@@ -97,7 +97,6 @@ def scripts(tmp_path: Path) -> Iterator[Scripts]:
     scripts.stop()
 
 
-@pytest.mark.thorough
 def test_a_script_that_ends_normally_leaves(cluster: ps.LocalCluster, scripts: Scripts) -> None:
     short = scripts.start(
         TRAINS, "2", "--lr=1", cluster=cluster, PUSHPULL_RANK="1", PUSHPULL_LOG_LEVEL="info"
@@ -184,7 +183,6 @@ def test_wrong_usage_is_explained(scripts: Scripts) -> None:
     assert "PUSHPULL_WINDOW_BYTE is unknown; did you mean PUSHPULL_WINDOW_BYTES?" in err
 
 
-@pytest.mark.thorough
 def test_the_collector_passes_by_what_the_import_of_torch_made(scripts: Scripts) -> None:
     text = """
         import gc
@@ -195,7 +193,6 @@ def test_the_collector_passes_by_what_the_import_of_torch_made(scripts: Scripts)
     assert scripts.run(text) == (0, "True True True\n", "")
 
 
-@pytest.mark.thorough
 def test_a_cluster_that_cannot_be_joined_is_told_in_a_line(scripts: Scripts) -> None:
     with ps.local_cluster(servers=1, workers=2) as cluster:
         here = {"PUSHPULL_SCHEDULER": cluster.address}
@@ -225,7 +222,6 @@ SERVES = """
 """
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("by", [(), ("-m", "ps_worker")], ids=["plain", "as a module"])
 def test_a_script_serves_metrics_where_it_is_told(
     cluster: ps.LocalCluster, scripts: Scripts, by: tuple[str, ...]

@@ -16,6 +16,8 @@ from torch import nn
 
 import ps_worker as ps
 
+pytestmark = pytest.mark.slow
+
 WORKERS = 2
 STEPS = 5
 NADAM = partial(torch.optim.NAdam, lr=0.05)

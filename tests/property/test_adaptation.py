@@ -44,6 +44,7 @@ def moves(path: list[int]) -> int:
     return sum(a != b for a, b in pairwise(path))
 
 
+@pytest.mark.thorough
 @given(
     setting=SETTINGS,
     periods=st.lists(
@@ -83,6 +84,7 @@ def test_it_settles_where_waits_do_not_depend_on_it(
         assert set(path) == {start}
 
 
+@pytest.mark.thorough
 @given(setting=SETTINGS, needed=st.integers(0, 250))
 def test_it_settles_at_what_is_needed_and_tries_less_ever_more_seldom(
     setting: Consistency, needed: int
@@ -99,6 +101,7 @@ def test_it_settles_at_what_is_needed_and_tries_less_ever_more_seldom(
     assert moves(path) <= 2 * (probes + 1)
 
 
+@pytest.mark.thorough
 @given(setting=SETTINGS, low=st.integers(0, 100), width=st.integers(1, 60))
 def test_between_long_and_short_waits_it_stays(setting: Consistency, low: int, width: int) -> None:
     """Waits get shorter as the bound grows; a few bounds are neither too low nor too high."""

@@ -87,6 +87,7 @@ def test_a_cut_after_every_operation(recorded: Recorded, survival: float, tmp_pa
         judge(into, least=complete_after(count, ends))
 
 
+@pytest.mark.thorough
 @settings(max_examples=examples(150))
 @given(
     chosen=st.floats(0, 1), seed=st.integers(0, 2**32), survival=st.sampled_from([0.3, 0.7, 0.9])
@@ -254,6 +255,7 @@ def row(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ROW = [(2, name) for name in FILES] + [(1, FILES[0]), (1, FILES[1]), (1, MANIFEST_FILE)]
 
 
+@pytest.mark.thorough
 @settings(max_examples=examples(150))
 @given(file=st.sampled_from(ROW), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_a_bit_that_fell_over_is_found_in_what_is_referred_to(
@@ -286,6 +288,7 @@ def test_a_bit_that_fell_over_is_found_in_what_is_referred_to(
                 copied.store.open(copied.newest.name)
 
 
+@pytest.mark.thorough
 @settings(max_examples=examples(150))
 @given(name=st.sampled_from(FILES), place=st.floats(0, 1, exclude_max=True), more=st.binary())
 def test_a_file_of_another_length_is_found(

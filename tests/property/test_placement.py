@@ -44,6 +44,7 @@ def table_of(block_count: int, first_ordinal: int, elements: int = 64, short: in
     return Table(TableId(1), first_ordinal, spec.validated())
 
 
+@pytest.mark.thorough
 @given(count=st.one_of(st.integers(1, 2_000), st.sampled_from([1, 255, 256, 257, 65_535, 65_536])))
 def test_ranges_cover_every_slot_exactly_once_in_order(count: int) -> None:
     ranges = key_ranges(count)
@@ -90,6 +91,7 @@ def test_a_table_of_more_blocks_than_slots_takes_every_slot_as_often(first: int)
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("block_count", [10, 100, 1_000, 10_000])
 @given(first=ordinals, server_count=st.integers(1, 16))
 def test_blocks_spread_evenly_over_servers_from_an_empty_map(
@@ -118,6 +120,7 @@ servers_lists = st.lists(st.integers(1, 40).map(NodeId), min_size=1, max_size=16
 loads = st.dictionaries(st.integers(0, RANGES - 1).map(RangeId), st.integers(1, 2**40))
 
 
+@pytest.mark.thorough
 @given(servers=servers_lists, held=loads, data=st.data())
 def test_only_ranges_without_a_server_are_placed_and_all_of_those(
     servers: list[NodeId], held: dict[RangeId, int], data: st.DataObject
@@ -130,6 +133,7 @@ def test_only_ranges_without_a_server_are_placed_and_all_of_those(
     assert set(placed.values()) <= set(servers)
 
 
+@pytest.mark.thorough
 @given(servers=servers_lists, held=loads, data=st.data())
 def test_placement_depends_on_values_not_on_order(
     servers: list[NodeId], held: dict[RangeId, int], data: st.DataObject
@@ -139,6 +143,7 @@ def test_placement_depends_on_values_not_on_order(
     assert place({}, held, servers) == place({}, shuffled, other)
 
 
+@pytest.mark.thorough
 @given(servers=servers_lists, held=loads)
 def test_no_server_exceeds_the_even_share_by_more_than_the_heaviest_range(
     servers: list[NodeId], held: dict[RangeId, int]

@@ -72,7 +72,7 @@ def read_all(messages: Iterable[bytes], small_bytes: int = SMALL_BYTES) -> Came:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @settings(max_examples=examples(300), deadline=None)
 @given(log_records(), st.sampled_from([0, SMALL_BYTES]))
 def test_a_log_record_is_the_same_at_the_other_end(log_record: LogRecord, small_bytes: int) -> None:
@@ -203,7 +203,7 @@ def test_the_largest_block_is_copied_tensor_by_tensor() -> None:
     assert plain(read_all(messages)) == plain(copy)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @settings(max_examples=examples(50), deadline=None)
 @given(range_copies(), st.lists(log_records(), min_size=1, max_size=3), BEATS)
 def test_a_snapshot_lets_others_go_in_between(

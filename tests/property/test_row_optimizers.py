@@ -18,7 +18,7 @@ ROW_COUNT = 7
 SPECIAL = (0.0, -0.0, np.inf, -np.inf, np.nan, 1e38, -1e-38)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [kind for kind in OptimizerKind if kind in ROW_OPTIMIZERS])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @given(st.integers(1, 35), st.integers(0, 2**32 - 1), st.booleans(), st.sampled_from([0.0, 0.3]))

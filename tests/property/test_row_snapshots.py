@@ -76,7 +76,7 @@ def check(expected: SavedBlock, pieces: list[SavedBlock]) -> None:
     assert found == whole
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @given(st.lists(IDS_OF_A_STEP, max_size=3), ACTIONS, POLICIES)
 @settings(max_examples=examples(240))
 def test_all_rows_are_given_as_they_were(

@@ -258,7 +258,7 @@ def test_a_store_has_what_a_dictionary_has(
         assert store.version(block) == sum(block in each for each in touched)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @given(
     steps=st.lists(st.lists(ROWS, min_size=1, max_size=2), max_size=12),
     rows=POLICIES,
@@ -541,7 +541,7 @@ def test_rows_have_no_delay_compensation() -> None:
         store_of(table_of()).accumulate(1, [], 1.0, Compensation(0, 0.1, adaptive=False))  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_thousands_of_rows_keep_their_values_while_the_index_grows() -> None:
     table = table_of()
     store = RowStore(table, range(PARTITIONS))

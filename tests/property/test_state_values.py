@@ -129,6 +129,7 @@ def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 states = dicts_of(st.recursive(leaves, nested, max_leaves=12))
 
 
+@pytest.mark.thorough
 @given(states)
 @settings(max_examples=examples(300), suppress_health_check=[HealthCheck.too_slow])
 def test_a_state_comes_back_bit_for_bit(state: dict[Any, Any]) -> None:
@@ -206,6 +207,7 @@ def deep(levels: int, tag: str | None) -> Any:
     return {"a": value}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tag", [None, "$tuple", "$set", "$dict"])
 def test_json_of_any_depth_is_refused_and_not_followed(tag: str | None) -> None:
     with pytest.raises(InvalidCheckpoint):

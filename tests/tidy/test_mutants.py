@@ -62,7 +62,7 @@ def test_what_is_no_rule_is_left_as_it_is(text: str) -> None:
     assert mutants("m", text) == []
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("module", TESTS)
 def test_every_mutant_is_another_program_and_has_a_name_of_its_own(module: str) -> None:
     text = source_of(module)

@@ -71,6 +71,7 @@ def test_cycles_that_were_never_frozen_go_at_once() -> None:
     assert not any(part() for part in gone)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("collector")
 def test_all_is_looked_at_when_many_are_frozen() -> None:
     parts = cycles(STRAY_COUNT)
@@ -82,6 +83,7 @@ def test_all_is_looked_at_when_many_are_frozen() -> None:
     assert not any(part() for part in gone)
 
 
+@pytest.mark.thorough
 def test_what_is_known_to_be_of_use_lets_nobody_look(collector: Collector) -> None:
     """A table of many blocks was made: nothing of it is in the way."""
     parts = cycles(STRAY_COUNT)
@@ -93,6 +95,7 @@ def test_what_is_known_to_be_of_use_lets_nobody_look(collector: Collector) -> No
     assert all(part() for part in gone)
 
 
+@pytest.mark.thorough
 def test_few_that_are_frozen_stay(collector: Collector) -> None:
     parts = cycles(10)
     stays = [weakref.ref(part) for part in parts]

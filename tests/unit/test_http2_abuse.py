@@ -129,6 +129,7 @@ WRONG: dict[str, tuple[bytes, ErrorCode]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_peer_that_breaks_the_rules_is_told_which(wrong: str) -> None:
     sent, code = WRONG[wrong]
@@ -170,6 +171,7 @@ FLOODS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flood", FLOODS)
 def test_a_peer_that_asks_and_does_not_read_is_given_up(flood: str) -> None:
     raw = Raw()
@@ -206,6 +208,7 @@ VAIN = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("vain", VAIN)
 def test_a_flood_of_frames_that_bring_nothing_is_cut(vain: str) -> None:
     raw = Raw()
@@ -260,6 +263,7 @@ def test_trailers_that_were_on_their_way_when_a_stream_was_ended_mean_nothing() 
     assert taken(raw.connection) == b""
 
 
+@pytest.mark.thorough
 def test_a_peer_that_opens_and_does_not_read_is_given_up() -> None:
     """Calls that end at once count among no open streams, and their answers are many."""
     connection: Http2Connection
@@ -358,6 +362,7 @@ def test_why_a_server_goes_is_heard() -> None:
 # --- what gRPC says in headers
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("value", "seconds"),
     [(b"1H", 3600.0), (b"2M", 120.0), (b"3S", 3.0), (b"4m", 0.004), (b"5u", 5e-6), (b"6n", 6e-9),

@@ -301,6 +301,7 @@ def test_a_read_that_names_too_much_is_refused_in_a_short_turn(raw: bytes) -> No
     assert errors[-1] in (types_pb2.ERROR_CODE_INVALID_KEYS, types_pb2.ERROR_CODE_STALE_ASSIGNMENT)
 
 
+@pytest.mark.thorough
 def test_what_is_much_beside_payloads_is_not_parsed() -> None:
     """Millions of empty entries fit a message; each would cost a hundred bytes and more."""
     push = parameters_pb2.PushRequest

@@ -107,6 +107,7 @@ def test_ranges_of_many_tables_are_backed_up_served_and_lost_in_short_turns() ->
     assert shortest(scene, turns_of_server) < most_turn_s()
 
 
+@pytest.mark.thorough
 def test_a_server_that_holds_for_nothing_looks_at_no_part_for_its_promises() -> None:
     """They are asked for ten times a second."""
     server = Server()

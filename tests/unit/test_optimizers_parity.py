@@ -276,7 +276,7 @@ def test_fast_kernels_do_not_depend_on_the_presence_of_neighbours() -> None:
     assert torch.equal(alone.values()[: last.offset], untouched[: last.offset])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("kernels", list(Kernels))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_many_absent_tensors_in_one_block_are_each_by_themselves(

@@ -46,7 +46,7 @@ def check_all(again: Replay, *owners: RowsOwner) -> None:
     assert again.row_count == sum(len(owner.rows()["ids"]) for owner in owners)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("rows", [ROWS, PRUNED, ROUNDED], ids=["all", "pruned", "rounded"])
 @pytest.mark.parametrize(
     "kind",

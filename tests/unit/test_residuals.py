@@ -108,7 +108,7 @@ def gradients(draw: np.random.Generator, block: int) -> npt.NDArray[np.float32]:
     return scaled
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "codec", ["int8", "sign", "topk:0.1", "randomk:0.1", "topk:0.05:5", "lowrank:1"]
 )

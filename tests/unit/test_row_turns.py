@@ -74,12 +74,14 @@ def longest_piece_s(work: Work[object]) -> float:
             return longest_s
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_push_is_checked_in_one_turn(length: int) -> None:
     store, payload = store_of(length), largest_push(length)
     assert taken_s(lambda: store.decode(0, Codec.FP32, payload, b"")) < most_turn_s()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("length", LENGTHS)
 def test_rows_that_no_update_has_made_are_read_in_one_turn(length: int) -> None:
     store = store_of(length)
@@ -106,6 +108,7 @@ def test_an_update_of_the_largest_push_takes_short_turns(length: int, storage: R
     assert min(map(once, range(3))) < most_turn_s()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("storage", [RowStorage.FULL, RowStorage.INT8])
 def test_a_table_grows_and_is_copied_in_short_turns(storage: RowStorage) -> None:
     """Measured: 3 ms while the index of 600,000 rows grows, 2 ms for a piece of a copy."""
@@ -135,6 +138,7 @@ def test_a_store_says_when_its_next_update_may_take_long() -> None:
     assert without == [24_000, 28_000, 32_000, 36_000, 72_000, 76_000]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("eviction", Eviction)
 def test_many_rows_are_admitted_and_evicted_in_short_turns(eviction: Eviction) -> None:
     rows = RowsSpec(1, max_row_count=MANY // 2, eviction=eviction, evict_after=80, admit_after=2)
