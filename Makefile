@@ -36,7 +36,7 @@ PARALLEL := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 # has installed, whose warnings are not ours to heed. A PYTHON given on the command line goes before both.
 GPU_PYTHON = $(if $(filter command,$(firstword $(origin PYTHON)))$(if $(wildcard $(BIN)/python),,none),$(PYTHON),$(BIN)/python)
 
-.PHONY: help demo test thorough check images protos protos-check reference image-lock lint format fuzz sim sim-mutants core-mutants chaos bench bench-check checkpoint-check lanes-check gpu-check system-deps test-system pods-check clean
+.PHONY: help demo test thorough check checked-tests checked-seeds images protos protos-check reference image-lock lint format fuzz sim sim-mutants core-mutants chaos bench bench-check checkpoint-check lanes-check gpu-check system-deps test-system pods-check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,16 +56,25 @@ test: $(READY) ## Run the quick tests, which need pip packages only, on up to fo
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not thorough' $(FAST_TESTS)
 
 thorough: $(READY) ## Run the tests that take longest, which `make check` leaves out, on up to four cores
-	$(BIN)/python -m pytest $(PARALLEL) -m thorough $(FAST_TESTS) tests/system
+	$(BIN)/python -m pytest $(PARALLEL) -m thorough $(FAST_TESTS)
+	$(MAKE) images
+	$(BIN)/python -m pytest $(PARALLEL) -m thorough tests/system
 
-check: lint ## All that CI runs: lint, the tests but for the longest, the simulator's seeds, demo, system tests
+# One after the other, but for the images: `make --jobs=2 check` builds them beside the installation and lint.
+check: lint checked-tests checked-seeds demo system-deps test-system ## All that CI runs: lint, the tests but for the longest, the simulator's seeds, demo, system tests
+
+CHECKED := $(filter check,$(MAKECMDGOALS))
+checked-tests: $(READY) | lint
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not thorough' $(filter-out tests/sim,$(FAST_TESTS)) tests/sim/test_mutants.py
-	$(MAKE) sim SEEDS=10
-	$(MAKE) demo
-	$(MAKE) system-deps
-	$(MAKE) test-system
 
-images: ## Build the container images; `make --jobs=2 check images` does it beside the installation and lint
+checked-seeds: $(READY) | checked-tests
+	$(MAKE) sim SEEDS=5
+
+demo: | $(if $(CHECKED),checked-seeds)
+system-deps: | $(if $(CHECKED),demo)
+test-system: | $(if $(CHECKED),system-deps)
+
+images: ## Build the container images
 	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; echo "building the container images"; \
 	SERVERS=1 WORKERS=1 $(COMPOSE) build >"$$log" 2>&1 || { cat "$$log" >&2; exit 1; }
 
@@ -138,7 +147,7 @@ gpu-check: ## On a machine with a GPU: the CUDA tests, some with torch's sanitiz
 system-deps: $(READY) ## Install what tests/system needs beside pip packages (Debian and Ubuntu; needs root)
 	tests/system/install-deps
 
-test-system: $(READY) ## Run the tests that need a container engine, kubectl or Node
+test-system: $(READY) images ## Run the tests that need a container engine, kubectl or Node
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not thorough' tests/system
 
 pods-check: $(READY) ## Run the Kubernetes pods as containers: updates, kills, lost nodes, checkpoints, two runs; and measure the image

@@ -202,7 +202,13 @@ def _flat(values: Any) -> npt.NDArray[np.float32]:
     return np.ravel(np.asarray(values, dtype=np.float32))
 
 
-@pytest.mark.parametrize("gate_bytes", [0, 1], ids=["roomy", "smallest-gate"])
+@pytest.mark.parametrize(
+    "gate_bytes",
+    [
+        pytest.param(0, id="roomy"),
+        pytest.param(1, id="smallest-gate", marks=pytest.mark.thorough),
+    ],
+)
 def test_it_trains_beside_a_python_worker(gate_bytes: int) -> None:
     with local_cluster(servers=2, workers=2) as cluster:
         node = _node(

@@ -42,7 +42,7 @@ address, _, path = source.partition(":")
 shutil.copy2(f"{{HOMES}}/{{address}}/{{path}}", target)
 """
 
-pytestmark = pytest.mark.timeout(480)
+pytestmark = [pytest.mark.timeout(480), pytest.mark.thorough]
 
 
 def run(*command: str) -> None:
