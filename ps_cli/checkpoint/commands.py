@@ -20,8 +20,7 @@ from rich.progress import (
 from rich.table import Table
 
 from ps_cli.console.output import Output
-from ps_cli.status.document import spans
-from ps_cli.status.view import size
+from ps_cli.console.words import size, spans
 from ps_core.errors import InvalidCheckpoint, listed
 from ps_core.manifest import Manifest, number_of, to_json
 from ps_runtime.checkpoint.compaction import compact

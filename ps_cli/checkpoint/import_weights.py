@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from google.protobuf.json_format import MessageToDict
 
 from ps_cli.console.output import Output
-from ps_cli.status.view import size
+from ps_cli.console.words import size
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, PushpullError
 from ps_core.manifest import Manifest, SavedPart, SavedTable, has_ids, imported_name, number_of

@@ -22,7 +22,7 @@ from ps_cli.console.svg import (
     line_chart,
     stacked_bars,
 )
-from ps_cli.status.view import size
+from ps_cli.console.words import size
 
 PHASES = (
     LegendEntry("computing", "#BDBDBD"),

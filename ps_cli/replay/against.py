@@ -10,8 +10,8 @@ from rich.progress import Progress
 
 from ps_cli.checkpoint.commands import opened
 from ps_cli.console.output import Output
+from ps_cli.console.words import spans
 from ps_cli.replay.turns import go_to
-from ps_cli.status.document import spans
 from ps_core.errors import InvalidUpdateLog
 from ps_core.keys import TableId
 from ps_core.manifest import SavedTable

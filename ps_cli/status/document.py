@@ -7,11 +7,11 @@ null, never 0.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from ps_cli.console.scheduler_query import ServerAnswer
+from ps_cli.console.words import spans
 from ps_cli.status.runs import RunEntry, run_entries
 from ps_core.cluster_view import ClusterView, Role
 from ps_core.errors import PushpullError
@@ -265,17 +265,6 @@ def _unserved(view: ClusterView) -> list[int]:
         return []
     held = {held for table in view.tables for held in table.blocks_by_range(len(view.ranges))}
     return [int(range_id) for range_id in without & held]
-
-
-def spans(numbers: Iterable[int]) -> list[str]:
-    """As spans: 1, 2, 3, 7 become "1-3" and "7"."""
-    ordered = sorted(numbers)
-    found = []
-    for _, span in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):
-        members = [number for _, number in span]
-        first, last = members[0], members[-1]
-        found.append(str(first) if first == last else f"{first}-{last}")
-    return found
 
 
 def _node(status: scheduler_pb2.NodeStatus, view: ClusterView) -> NodeEntry:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ps_cli.console.scheduler_query import ServerAnswer
-from ps_cli.status.view import size
+from ps_cli.console.words import size
 from ps_core.errors import PushpullError
 from ps_runtime.cluster.wire import table_from_proto
 from pushpull.v1 import parameters_pb2, scheduler_pb2

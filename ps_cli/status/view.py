@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ps_cli.console.progress import duration
+from ps_cli.console.words import UNKNOWN, size
 from ps_cli.status.document import (
     CheckpointsEntry,
     DataSetEntry,
@@ -23,9 +24,6 @@ from ps_cli.status.runs import run_line
 
 MAX_WAIT_COUNT = 20
 """Waits that are listed; more are counted."""
-
-_UNKNOWN = "?"
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def status_view(document: StatusDocument) -> RenderableType:
@@ -54,16 +52,6 @@ def status_view(document: StatusDocument) -> RenderableType:
             ]
     parts += ["", Text("waits", style="bold"), _waits(document["waits"])]
     return Group(*parts)
-
-
-def size(byte_count: int | None) -> str:
-    """As in "1.5 MiB"; "?" if not known."""
-    if byte_count is None:
-        return _UNKNOWN
-    value, unit = float(byte_count), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.0f} {_UNITS[unit]}" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
 
 
 def _head(document: StatusDocument) -> Text:
@@ -169,7 +157,7 @@ def _servers(
         table.add_row(
             f"  {server['node_id']}",
             server["address"],
-            states.get(server["node_id"], _UNKNOWN),
+            states.get(server["node_id"], UNKNOWN),
             f"{server['range_count']} ({first})" if first else "0",
             *[backed_up] * are_replicated,
             _count(server["block_count"]),
@@ -238,4 +226,4 @@ def _waits(waits: Sequence[WaitEntry]) -> RenderableType:
 
 
 def _count(value: int | None) -> str:
-    return _UNKNOWN if value is None else str(value)
+    return UNKNOWN if value is None else str(value)

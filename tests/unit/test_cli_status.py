@@ -8,8 +8,9 @@ import json
 from rich.console import Console
 
 from ps_cli.console.scheduler_query import ServerAnswer
-from ps_cli.status.document import StatusDocument, spans, status_document
-from ps_cli.status.view import size, status_view
+from ps_cli.console.words import size, spans
+from ps_cli.status.document import StatusDocument, status_document
+from ps_cli.status.view import status_view
 from ps_core.errors import Recovering
 from ps_core.keys import TableId
 from ps_core.tables.elements import DType as TableDType
