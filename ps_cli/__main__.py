@@ -15,26 +15,19 @@ from ps_cli.bench.lanes import chosen_lanes
 from ps_cli.bench.settings import BenchOptions, BenchSettings
 from ps_cli.checkpoint.app import checkpoint_app
 from ps_cli.compare.options import CompareOptions
-from ps_cli.console.options import ScriptCommand, options_of
+from ps_cli.console.options import SchedulerAddress, ScriptCommand, options_of
 from ps_cli.console.output import Output
 from ps_cli.console.reported import USAGE_EXIT_CODE, guarded, reported
-from ps_cli.console.scheduler_query import (
-    QUERY_DEADLINE_S,
-    first_status,
-    operator_link,
-    server_answers,
-)
+from ps_cli.console.scheduler_query import first_status, server_answers
 from ps_cli.plan.options import PlanOptions
 from ps_cli.replay.options import ReplayOptions
+from ps_cli.runs.app import runs_app
 from ps_cli.status.document import status_document
-from ps_cli.status.hot_rows import hot_rows_document, hot_rows_view
-from ps_cli.status.runs import runs_app
-from ps_cli.status.tables import SchedulerAddress, list_tables, matching_tables
 from ps_cli.status.view import status_view
+from ps_cli.tables.app import tables_app
 from ps_cli.train.roles import BecomesRole
 from ps_cli.train.train import ALL_KINDS, TrainOptions, TrainRun, TrainSettings
 from ps_cli.train.up import UpOptions, run_up
-from ps_core.consistency import parsed
 
 app = typer.Typer(
     name="pushpull",
@@ -185,101 +178,9 @@ async def _show_status(scheduler: str, as_json: bool, output: Output) -> int:
     return 0
 
 
-tables_app = typer.Typer(
-    help="List a cluster's tables, show their hottest rows, and change their consistency.",
-    no_args_is_help=True,
-)
 app.add_typer(tables_app, name="tables")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(runs_app, name="runs")
-
-
-@tables_app.command(name="list")
-def tables_list(scheduler: SchedulerAddress = "") -> None:
-    """List a cluster's tables, each with its optimizer and its consistency."""
-    guarded(lambda output: list_tables(scheduler, output))
-
-
-@tables_app.command(name="top")
-def tables_top(
-    table: Annotated[
-        str, typer.Argument(help="The table's name, or a pattern such as 'user*'.")
-    ] = "*",
-    scheduler: SchedulerAddress = "",
-    run: Annotated[
-        str,
-        typer.Option(envvar="PUSHPULL_RUN", help="The table's run; empty: the run without a name."),
-    ] = "",
-    rows: Annotated[
-        int, typer.Option(min=1, max=16, help="The most rows and ranges to show of each table.")
-    ] = 8,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
-) -> None:
-    """Show the hottest rows of embedding tables, and what each range has.
-
-    Counts begin when a server begins to serve a range. Shares of rows are estimated from one id of
-    32; recent ones weigh most.
-
-    Example: `pushpull tables top users --scheduler 127.0.0.1:7000`
-    """
-
-    async def show(output: Output) -> int:
-        names = await matching_tables(scheduler, table, run)
-        answer = await first_status(scheduler)
-        answers = await server_answers(answer)
-        document = hot_rows_document(answer.response, answers, names, rows)
-        if as_json:
-            output.say(json.dumps(document, indent=2))
-        else:
-            output.print(hot_rows_view(document), fits=True)
-        return 0
-
-    guarded(show)
-
-
-@tables_app.command(name="set")
-def tables_set(
-    table: Annotated[
-        str, typer.Argument(help="The table's name, or a pattern such as 'model*' for several.")
-    ],
-    consistency: Annotated[
-        str, typer.Argument(help="bsp, bsp:backup=1, ssp:4, asp, asp:divide, asp:reject=8, ...")
-    ],
-    scheduler: SchedulerAddress = "",
-    run: Annotated[
-        str,
-        typer.Option(envvar="PUSHPULL_RUN", help="The table's run; empty: the run without a name."),
-    ] = "",
-    after_clock: Annotated[
-        int,
-        typer.Option(
-            min=0, help="The new setting begins after this clock at the earliest; 0: soon."
-        ),
-    ] = 0,
-    timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds to wait for the servers, for each table.")
-    ] = 10.0,
-) -> None:
-    """Change the consistency of TABLE while it is trained.
-
-    Every server changes at the same clock, which is printed. In a change from ssp or asp to bsp,
-    workers that are ahead wait at that clock for the others. If a server does not answer in time,
-    the error names it and nothing has changed. For the settings see
-    docs/explanation/CONSISTENCY.md.
-
-    Example: `pushpull tables set 'model*' ssp:4 --scheduler 127.0.0.1:7000`
-    """
-
-    async def change(output: Output) -> int:
-        names = await matching_tables(scheduler, table, run)
-        setting = parsed(consistency).as_requested
-        async with operator_link(scheduler, QUERY_DEADLINE_S, run) as link:
-            for name in names:
-                made = await link.set_consistency(name, setting, after_clock, timeout)
-                output.say(f"{name}: {setting} from clock {made.after_clock + 1} on")
-        return 0
-
-    guarded(change)
 
 
 @app.command()

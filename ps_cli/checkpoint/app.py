@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from ps_cli.console.options import SchedulerAddress
 from ps_cli.console.output import Output
 from ps_cli.console.reported import guarded, refuse, reported
 from ps_cli.console.scheduler_query import QUERY_DEADLINE_S
-from ps_cli.status.tables import SchedulerAddress
 
 Url = Annotated[
     str,

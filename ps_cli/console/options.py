@@ -56,6 +56,13 @@ class ScriptCommand(TyperCommand):
 Script = Annotated[
     Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="The training script.")
 ]
+SchedulerAddress = Annotated[
+    str,
+    typer.Option(
+        envvar="PUSHPULL_SCHEDULER",
+        help="host:port of the scheduler, or several, separated by commas.",
+    ),
+]
 WorkerCount = Annotated[
     int, typer.Option("--workers", "-w", min=1, help="Workers that the first update waits for.")
 ]

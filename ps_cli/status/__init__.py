@@ -1,1 +1,1 @@
-"""`pushpull status`, `tables` and `runs`."""
+"""`pushpull status`."""

@@ -12,7 +12,7 @@ from typing import TypedDict
 
 from ps_cli.console.scheduler_query import ServerAnswer
 from ps_cli.console.words import spans
-from ps_cli.status.runs import RunEntry, run_entries
+from ps_cli.runs.entries import RunEntry, run_entries
 from ps_core.cluster_view import ClusterView, Role
 from ps_core.errors import PushpullError
 from ps_core.tables.table import Table

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from ps_cli.console.progress import duration
 from ps_cli.console.words import UNKNOWN, size
+from ps_cli.runs.entries import run_line
 from ps_cli.status.document import (
     CheckpointsEntry,
     DataSetEntry,
@@ -20,7 +21,6 @@ from ps_cli.status.document import (
     TableEntry,
     WaitEntry,
 )
-from ps_cli.status.runs import run_line
 
 MAX_WAIT_COUNT = 20
 """Waits that are listed; more are counted."""

@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from ps_cli.console.scheduler_query import ServerAnswer
-from ps_cli.status.hot_rows import HotRowsDocument, hot_rows_document, hot_rows_view
+from ps_cli.tables.hot_rows import HotRowsDocument, hot_rows_document, hot_rows_view
 from ps_core.errors import Recovering
 from ps_core.keys import TableId
 from ps_core.tables.elements import DType, Initializer

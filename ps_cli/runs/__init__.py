@@ -1,0 +1,1 @@
+"""`pushpull runs`."""
