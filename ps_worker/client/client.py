@@ -28,8 +28,8 @@ from ps_worker.client.connection import ClientConnection, Ticket
 from ps_worker.client.data_shards import DataShards
 from ps_worker.client.open_clients import OPEN, Awaiting, has_worker
 from ps_worker.client.tables import ClientTables, Pulls
+from ps_worker.embedding.rows import cut_ids, gradients_of, ids_of, rows_of
 from ps_worker.spec.batch_sizes import BatchSpec
-from ps_worker.spec.rows import cut_ids, gradients_of, ids_of, rows_of
 from ps_worker.spec.straggler import ComputeTime
 from ps_worker.spec.values import (
     Array,

@@ -40,7 +40,7 @@ from ps_worker.client.connection import GRACE_S, ClientConnection, lost_server
 from ps_worker.client.shown_options import OF_THE_CLIENT, THE_CLIENTS, shows
 from ps_worker.compression.push_encoder import PushEncoder, load_kernels
 from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs, codecs_of
-from ps_worker.spec.rows import MAX_PULLED_COUNT, CutIds, RowBatch
+from ps_worker.embedding.rows import MAX_PULLED_COUNT, CutIds, RowBatch
 from ps_worker.spec.settings import (
     ROWS_DEFAULTS,
     TABLE_DEFAULTS,

@@ -34,7 +34,7 @@ from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
 from ps_worker.compression.push_encoder import PushEncoder, StepEnd
 from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs
-from ps_worker.spec.rows import RowBatch, cut_ids, payloads_of, rows_of
+from ps_worker.embedding.rows import RowBatch, cut_ids, payloads_of, rows_of
 from ps_worker.spec.values import Array, BlockValues, Raw, merged, region_of, tensor_named
 from ps_worker.steps.inner_steps import InnerSteps
 from ps_worker.window.push_window import StepTerms

@@ -17,8 +17,8 @@ from ps_core.rows import Ids
 from ps_core.tables.optimizers import OptimizerSpec
 from ps_runtime.system.capacity import memory_bytes
 from ps_worker.client.client import Client
-from ps_worker.spec.row_cache import RowCache, cached_row_bytes, check_cache, may_lag
-from ps_worker.spec.rows import cut_ids, ids_of, rows_of
+from ps_worker.embedding.row_cache import RowCache, cached_row_bytes, check_cache, may_lag
+from ps_worker.embedding.rows import cut_ids, ids_of, rows_of
 from ps_worker.spec.settings import (
     EmbeddingOptions,
     Normal,

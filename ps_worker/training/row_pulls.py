@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ps_worker.spec.row_cache import RowCache, oldest_clock
-from ps_worker.spec.rows import RowBatch
+from ps_worker.embedding.row_cache import RowCache, oldest_clock
+from ps_worker.embedding.rows import RowBatch
 from ps_worker.transport.metrics import MEASURES
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.rows import Ids, sums_by_key
 from ps_core.tables.optimizers import Hyperparameters
 from ps_worker.client.pending import PendingTickets
+from ps_worker.embedding.rows import RowBatch, check_fit, cut_ids, rows_of
 from ps_worker.spec.optimizers import Aggregate, Outer, ServerOptimizer
-from ps_worker.spec.rows import RowBatch, check_fit, cut_ids, rows_of
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.steps import checked_hyperparameters
 from ps_worker.training.tables.inspection import is_finite

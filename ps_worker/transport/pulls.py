@@ -57,7 +57,7 @@ from ps_runtime.grpc.retry import Backoff, is_curable
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_worker.compression.push_encoder import decode_into
-from ps_worker.spec.rows import RowPiece
+from ps_worker.embedding.rows import RowPiece
 from ps_worker.spec.values import Raw, Region, blocks_of
 from ps_worker.steps.counters import Counters
 from ps_worker.steps.held_values import HeldValue, HeldValues

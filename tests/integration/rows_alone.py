@@ -19,7 +19,7 @@ from ps_core.tables.elements import Codec
 from ps_core.tables.table import Table
 from ps_core.work import at_once
 from ps_server.values.row_store import RowStore
-from ps_worker.spec.rows import cut_ids, payloads_of, rows_of
+from ps_worker.embedding.rows import cut_ids, payloads_of, rows_of
 
 Rows = npt.NDArray[Any]
 

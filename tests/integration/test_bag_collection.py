@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import ps_worker as ps
-from ps_worker.spec.rows import rows_of
+from ps_worker.embedding.rows import rows_of
 from ps_worker.training.bags.collection import SupportsConfig
 from pushpull.jagged import EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
 

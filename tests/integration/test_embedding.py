@@ -22,7 +22,7 @@ import ps_worker as ps
 from ps_core import limits
 from ps_core.rows import first_values, mixed_ids, salt_of
 from ps_runtime.launch.cluster_shape import CheckpointPlan
-from ps_worker.spec.rows import cut_ids, rows_of
+from ps_worker.embedding.rows import cut_ids, rows_of
 from ps_worker.training.trained_rows import MAX_PASS_COUNT
 from tests.integration.command_line import run_here
 from tests.integration.replicated_cluster import replicated_cluster

@@ -20,8 +20,8 @@ from ps_core.tables.elements import DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import RowsSpec, TableSpec
-from ps_worker.spec import row_cache_loops, row_cache_passes
-from ps_worker.spec.row_cache import (
+from ps_worker.embedding import row_cache_loops, row_cache_passes
+from ps_worker.embedding.row_cache import (
     WAY_COUNT,
     RowCache,
     cached_row_bytes,
@@ -29,8 +29,8 @@ from ps_worker.spec.row_cache import (
     may_lag,
     oldest_clock,
 )
-from ps_worker.spec.row_cache_passes import sets_of
-from ps_worker.spec.rows import cut_ids
+from ps_worker.embedding.row_cache_passes import sets_of
+from ps_worker.embedding.rows import cut_ids
 
 LENGTH = 3
 ID = st.one_of(st.integers(0, 30), st.integers(0, 2**64 - 1))

@@ -17,6 +17,7 @@ PURE_ROOMS = {
     "ps_server.rows",
     "ps_server.values",
     "ps_worker.compression",
+    "ps_worker.embedding",
     "ps_worker.spec",
     "ps_worker.window",
     "scheduler.machine",

@@ -15,7 +15,7 @@ from ps_core.errors import InvalidTensor, Recovering, WaitExpired
 from ps_core.keys import Incarnation, NodeId
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.wire.parameter_wire import entry_reader
-from ps_worker.spec.rows import MAX_PULLED_COUNT
+from ps_worker.embedding.rows import MAX_PULLED_COUNT
 from ps_worker.transport.lane import SharedLane, empty_shared
 from ps_worker.transport.push_pull_stream import Frame, Outbox, PushPullStream
 from pushpull.v1 import parameters_pb2

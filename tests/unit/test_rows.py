@@ -37,7 +37,7 @@ from ps_core.tables.optimizers import (
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import Eviction, RowsSpec, RowStorage, TableSpec
 from ps_runtime.cluster import wire
-from ps_worker.spec.rows import cut_ids, gradients_of, ids_of, payloads_of, rows_of
+from ps_worker.embedding.rows import cut_ids, gradients_of, ids_of, payloads_of, rows_of
 from scheduler.machine import view_size
 
 ROWS = RowsSpec(8, 5)

@@ -33,7 +33,7 @@ from ps_core.tables.table_spec import RowsSpec, TableSpec
 from ps_core.work import at_once
 from ps_server.values.row_gradients import RowGradients, gradients_of
 from ps_server.values.row_store import RowStore
-from ps_worker.spec.rows import RowBatch, cut_ids, ids_of, rows_of
+from ps_worker.embedding.rows import RowBatch, cut_ids, ids_of, rows_of
 
 LENGTH, BATCH_COUNT = 64, 8192
 """Elements of a row, and ids of a batch."""

@@ -10,7 +10,7 @@ import numpy as np
 from numba import uint64
 
 from ps_core.compiled_loops import compiled, mixed
-from ps_worker.spec.row_cache_passes import CLOCK, ID, SALT, USE
+from ps_worker.embedding.row_cache_passes import CLOCK, ID, SALT, USE
 
 _GROUP_COUNT = 32
 """Ids whose sets are read before the first of their rows: so memory is waited for once a group."""

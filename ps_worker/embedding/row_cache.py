@@ -37,7 +37,7 @@ from ps_core.errors import InvalidConfig
 from ps_core.rows import Ids
 from ps_core.tables.elements import NATIVE_CODEC
 from ps_core.tables.table import Table
-from ps_worker.spec.row_cache_passes import CLOCK, Numbers
+from ps_worker.embedding.row_cache_passes import CLOCK, Numbers
 
 WAY_COUNT = 8
 """Places of a set."""
@@ -51,9 +51,9 @@ MAX_ROW_COUNT = 2**31 - 1
 @functools.cache
 def _kernels() -> ModuleType:
     try:
-        return importlib.import_module("ps_worker.spec.row_cache_loops")
+        return importlib.import_module("ps_worker.embedding.row_cache_loops")
     except ImportError:  # numba is missing, or of no use beside this numpy
-        return importlib.import_module("ps_worker.spec.row_cache_passes")
+        return importlib.import_module("ps_worker.embedding.row_cache_passes")
 
 
 class RowCache:
