@@ -23,9 +23,9 @@ from ps_core import limits
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import InvalidKeys, InvariantViolation, Recovering, UpdateFailed
 from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.sliced_work import Work, at_once, pieces_of
 from ps_core.tables.elements import Codec
 from ps_core.tables.table import Table
-from ps_core.work import Work, at_once, pieces_of
 from ps_runtime.system.turns import Turns
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.value_segments import SharedValues, ValueSegments, held_ranges

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from ps_core.work import ResultT, Waiting, Work
+from ps_core.sliced_work import ResultT, Waiting, Work
 
 
 async def arrival(waiting: Waiting) -> None:

@@ -34,10 +34,10 @@ from ps_core.cluster_view import ClusterView
 from ps_core.errors import Internal, PushpullError
 from ps_core.keys import TableId
 from ps_core.manifest import PartReport, ReportedTable, place_in
+from ps_core.sliced_work import Work
 from ps_core.tables.elements import DType
 from ps_core.tables.optimizers import OptimizerKind
 from ps_core.tables.table import Table
-from ps_core.work import Work
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.part_header import clear_by_entry
 from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable, WrittenPart

@@ -32,10 +32,10 @@ from torch import Tensor
 from ps_core import sequence_locks
 from ps_core.cluster_view import ClusterView, Session
 from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.sliced_work import Work
 from ps_core.tables.elements import NATIVE_CODEC, Codec
 from ps_core.tables.optimizers import OptimizerKind
 from ps_core.tables.table import Table
-from ps_core.work import Work
 from ps_runtime.cluster import wire
 from ps_runtime.observe import logs
 from ps_runtime.system.shared_memory import SharedSegment

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from ps_core.cluster_view import BackupRequest, ClusterView, Session
 from ps_core.errors import PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.sliced_work import Work, at_once
 from ps_core.tables.table import Table
-from ps_core.work import Work, at_once
 from ps_runtime.cluster import wire
 from ps_runtime.http2.protocol.streams import MessagePiece
 from ps_runtime.observe import logs

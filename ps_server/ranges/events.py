@@ -11,8 +11,8 @@ from typing import NamedTuple
 from ps_core.errors import PushpullError
 from ps_core.keys import AssignmentEpoch, Incarnation, RangeId, TableId
 from ps_core.ledger import Ending, ReplyKind
+from ps_core.sliced_work import PIECE_COUNT, pieces_of
 from ps_core.tables.optimizers import Hyperparameters
-from ps_core.work import PIECE_COUNT, pieces_of
 
 
 class Place(NamedTuple):

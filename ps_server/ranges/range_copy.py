@@ -19,9 +19,9 @@ from typing import NamedTuple
 from ps_core.errors import InvalidKeys, UpdateFailed
 from ps_core.keys import Incarnation
 from ps_core.ledger import Ending, Ledger
+from ps_core.sliced_work import Work
 from ps_core.tables.elements import InitializerKind
 from ps_core.tables.table import Table
-from ps_core.work import Work
 from ps_server.ranges.events import Effect, Record, ReplyTo
 from ps_server.ranges.range_state import RangeState, RangeWorker, UpdateScale
 from ps_server.ranges.schedule import Schedule, Settings

@@ -37,8 +37,8 @@ from ps_core.errors import (
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_core.runs import words
+from ps_core.sliced_work import Work, at_once
 from ps_core.tables.table import Table
-from ps_core.work import Work, at_once
 from ps_server.ranges.events import (
     AnswerPull,
     Apply,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ps_core.rows import Ids
-from ps_core.work import at_once
+from ps_core.sliced_work import at_once
 from ps_server.rows.row_retention import COUNT, TALLY
 from ps_server.values.mutations import fixed_elements
 from ps_server.values.row_gradients import RowAccumulator, slices_of

@@ -26,11 +26,11 @@ from torch import Tensor
 from ps_core.errors import InvalidUpdateLog, PushpullError, check
 from ps_core.keys import RangeId, TableId
 from ps_core.rows import Ids
+from ps_core.sliced_work import at_once
 from ps_core.tables.elements import NATIVE_CODEC
 from ps_core.tables.optimizers import OptimizerKind
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import Reduction
-from ps_core.work import at_once
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replay.partitions import (

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 from ps_core.change import ChangeResult
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
-from ps_core.work import Work
+from ps_core.sliced_work import Work
 from ps_server.ranges.events import (
     Accumulate,
     Apply,

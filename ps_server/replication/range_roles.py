@@ -30,7 +30,7 @@ from dataclasses import replace
 from ps_core.cluster_view import BackupRequest, ClusterView, NodeState, RangeAssignment
 from ps_core.errors import InvariantViolation, NotOwner, TableNotFound
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
-from ps_core.work import Work, at_once
+from ps_core.sliced_work import Work, at_once
 from ps_server.ranges.events import AnswerPull, Effect, RefusePull
 from ps_server.ranges.range_copy import ShardCopy, copying
 from ps_server.ranges.server_machine import ServerMachine

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ps_core.work import Waiting, Work, at_once
+from ps_core.sliced_work import Waiting, Work, at_once
 from ps_server.rows.reserved_memory import (
     FIRST_BYTES,
     RESERVED_BYTES,

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ps_core.rows import Ids
-from ps_core.work import Work
+from ps_core.sliced_work import Work
 from ps_server.rows.row_arrays import Column, Rows
 from ps_server.rows.row_partition import RowPartition
 from ps_server.rows.row_retention import COUNT, TALLY, UPDATED, Leaves, RowRetention, spans_of

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ps_core.errors import check
-from ps_core.work import Waiting
+from ps_core.sliced_work import Waiting
 from ps_server.rows.row_kernels import Numbers
 
 Records = npt.NDArray[np.uint8]

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from ps_core.errors import check
 from ps_core.rows import Ids
-from ps_core.work import Work
+from ps_core.sliced_work import Work
 from ps_server.rows import row_kernels
 from ps_server.rows.reserved_memory import PAGE_BYTES, Ahead, Prefault, longer, no_prefault
 from ps_server.rows.row_kernels import Numbers

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ps_core.errors import check
 from ps_core.rows import Ids
-from ps_core.work import Work, at_once
+from ps_core.sliced_work import Work, at_once
 from ps_server.rows.reserved_memory import Prefault, no_prefault
 from ps_server.rows.row_arrays import MemoryUse, RowArrays, Rows
 from ps_server.rows.row_index import Moves, RowIndex

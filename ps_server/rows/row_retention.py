@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ps_core.rows import Ids, mixed_ids
+from ps_core.sliced_work import Work
 from ps_core.tables.table_spec import Eviction, RowsSpec
-from ps_core.work import Work
 from ps_server.rows.row_arrays import Rows
 from ps_server.rows.row_kernels import Numbers
 from ps_server.rows.row_partition import RowPartition

@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ps_core.errors import check
-from ps_core.work import Waiting, Work
+from ps_core.sliced_work import Waiting, Work
 from ps_server.rows.row_arrays import Column, MemoryUse, Place, RowArrays, Rows
 from ps_server.rows.row_file import Records, RowFile, Transfer
 from ps_server.rows.row_index import Moves

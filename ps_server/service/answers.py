@@ -33,8 +33,8 @@ from ps_core.cluster_view import ClusterView, Role, Session
 from ps_core.errors import InvalidKeys, InvariantViolation, PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import ReplyKind
+from ps_core.sliced_work import Waiting, Work, at_once
 from ps_core.tables.elements import NATIVE_CODEC, Codec
-from ps_core.work import Waiting, Work, at_once
 from ps_runtime.cluster import wire
 from ps_server.lane.answer_ring import AnswerRing
 from ps_server.lane.value_segments import SharedValues

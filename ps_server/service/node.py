@@ -30,7 +30,7 @@ from ps_core.errors import (
 )
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
-from ps_core.work import PIECE_COUNT, Work, at_once
+from ps_core.sliced_work import PIECE_COUNT, Work, at_once
 from ps_runtime.cluster import wire
 from ps_runtime.observe import logs
 from ps_runtime.observe.metrics import ServerMetrics
@@ -66,7 +66,7 @@ from ps_server.service.answers import (
     UnreadAnswers,
 )
 from ps_server.service.collective_waits import CollectiveWaits
-from ps_server.service.works import Works
+from ps_server.service.work_queue import Works
 from ps_server.stores import Shards
 from ps_server.update_log.writer import UpdateLog
 from ps_server.values.mutations import Assigned, Dropped, Mutation, Put

@@ -23,7 +23,7 @@ from ps_runtime.grpc.errors import translated
 from ps_server.peers.node_replication import ReplicatedRanges
 from ps_server.replication.messages import Ack, Beat, Grant, LogRecord, RangeCopy
 from ps_server.service.node import ParameterNode
-from ps_server.service.works import Works
+from ps_server.service.work_queue import Works
 from ps_server.wire.replication_reader import Came, ReplicationReader
 from ps_server.wire.replication_wire import answers_message, greeting_message
 from pushpull.v1 import replication_pb2, replication_pb2_grpc

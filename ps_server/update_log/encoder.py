@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ps_core.keys import RangeId, TableId
+from ps_core.sliced_work import Work
 from ps_core.tables.table import Table
-from ps_core.work import Work
 from ps_runtime.cluster import wire
 from ps_server.replication.messages import LogRecord, Snapshot
 from ps_server.replication.replication_log import RangeLog

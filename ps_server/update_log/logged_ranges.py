@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from ps_core.keys import AssignmentEpoch, RangeId
-from ps_core.work import Work
+from ps_core.sliced_work import Work
 from ps_server.replication.messages import LogRecord, Snapshot
 from ps_server.replication.output_commit import OutputCommit
 from ps_server.replication.range_roles import Replication

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ps_core.keys import RangeId, TableId
-from ps_core.work import Work, at_once
+from ps_core.sliced_work import Work, at_once
 from ps_server.values.row_pieces import PartitionSnapshot
 from ps_server.values.row_store import RowStore, Store
 from ps_server.values.store_copy import SavedBlock

@@ -24,7 +24,7 @@ import numpy as np
 from ps_core import limits
 from ps_core.errors import InvalidTensor, check
 from ps_core.rows import Groups, Ids, sums_by_key
-from ps_core.work import Work
+from ps_core.sliced_work import Work
 from ps_server.rows.row_arrays import Rows
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.mutations import Elements, SentAccumulator

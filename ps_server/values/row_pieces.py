@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ps_core.rows import Ids
+from ps_core.sliced_work import Work
 from ps_core.tables.elements import DType
 from ps_core.tables.table_spec import RowsSpec, TableSpec
-from ps_core.work import Work
 from ps_server.rows.row_arrays import Rows
 from ps_server.rows.row_candidates import COLUMNS
 from ps_server.rows.row_memory import INDEX_BYTES

@@ -36,11 +36,11 @@ from ps_core.rows import (
     partition_of,
     salt_of,
 )
+from ps_core.sliced_work import PIECE_COUNT, Waiting, Work, at_once
 from ps_core.tables.elements import Codec
 from ps_core.tables.optimizers import Hyperparameters
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import Reduction
-from ps_core.work import PIECE_COUNT, Waiting, Work, at_once
 from ps_server.ranges.events import Compensation
 from ps_server.rows import row_kernels
 from ps_server.rows.row_arrays import MemoryUse, Place, RowArrays, Rows

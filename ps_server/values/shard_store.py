@@ -41,10 +41,10 @@ from ps_core.errors import (
     UpdateFailed,
 )
 from ps_core.keys import Incarnation
+from ps_core.sliced_work import PIECE_COUNT, Work, at_once, pieces_of
 from ps_core.tables.elements import NATIVE_CODEC, Codec, check_length
 from ps_core.tables.optimizers import Hyperparameters
 from ps_core.tables.table import Table
-from ps_core.work import PIECE_COUNT, Work, at_once, pieces_of
 from ps_server.ranges.events import Compensation
 from ps_server.values import contributions
 from ps_server.values import delay_compensation as delay

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 
 from ps_core.errors import InvalidConfig, check
+from ps_core.sliced_work import Work
 from ps_core.tables.elements import Codec, presence_bytes
 from ps_core.tables.optimizers import Hyperparameters, OptimizerKind
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import Reduction
-from ps_core.work import Work
 from ps_server.values import contributions
 from ps_server.values.block_values import encoded
 from ps_server.values.buffer_pool import BufferPool

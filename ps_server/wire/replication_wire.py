@@ -25,7 +25,7 @@ from ps_core.cluster_view import Session
 from ps_core.envelope import join, pieces_of_several, split, split_several, wrap
 from ps_core.errors import InvalidConfig, InvalidTensor, InvariantViolation
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
-from ps_core.work import Work, at_once, pieces_of
+from ps_core.sliced_work import Work, at_once, pieces_of
 from ps_server.ranges.events import Record
 from ps_server.ranges.range_copy import RangeDelta
 from ps_server.replication.messages import Ack, Beat, Grant, LogRecord

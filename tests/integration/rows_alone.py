@@ -15,9 +15,9 @@ import numpy.typing as npt
 import ps_worker as ps
 from ps_core.keys import TableId
 from ps_core.rows import partition_of
+from ps_core.sliced_work import at_once
 from ps_core.tables.elements import Codec
 from ps_core.tables.table import Table
-from ps_core.work import at_once
 from ps_server.values.row_store import RowStore
 from ps_worker.embedding.rows import cut_ids, payloads_of, rows_of
 

@@ -26,8 +26,8 @@ from ps_core.cluster_view import (
 )
 from ps_core.errors import NotOwner
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
+from ps_core.sliced_work import at_once
 from ps_core.tables.table import Table
-from ps_core.work import at_once
 from ps_runtime.cluster import wire
 from ps_runtime.grpc.channels import aio_channel
 from ps_runtime.grpc.errors import from_rpc_error

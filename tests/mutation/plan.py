@@ -55,6 +55,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "ps_core.rows": ("tests/unit/test_rows.py",),
     "ps_core.runs": ("tests/unit/test_cluster_runs.py",),
     "ps_core.sequence_locks": ("tests/unit/test_sequence_locks.py",),
+    "ps_core.sliced_work": ("tests/unit/test_works.py",),
     **dict.fromkeys(
         (
             "ps_core.tables.elements", "ps_core.tables.optimizers",
@@ -67,7 +68,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         ),
     ),
     "ps_core.update_offer": ("tests/unit/test_update_offer_rules.py",),
-    "ps_core.work": ("tests/unit/test_works.py",),
 }  # fmt: skip
 """Those that are run against a module's mutants; they fail fast, so the most telling come first."""
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import strategies as st
 
 from ps_core.keys import AssignmentEpoch, Incarnation, RangeId, TableId
+from ps_core.sliced_work import at_once
 from ps_core.tables.elements import DType, Initializer, InitializerKind
 from ps_core.tables.optimizers import Hyperparameters, Kernels, OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import Reduction
-from ps_core.work import at_once
 from ps_server.ranges.events import Contributor, Record
 from ps_server.ranges.range_copy import RangeDelta, fresh_copy
 from ps_server.replication.messages import LogRecord

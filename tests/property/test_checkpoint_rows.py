@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ps_core.manifest import Manifest, SavedPart, SavedTable, place_in
+from ps_core.sliced_work import at_once
 from ps_core.tables.elements import Codec
-from ps_core.work import at_once
 from ps_runtime.checkpoint.compaction import compact
 from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
 from ps_runtime.checkpoint.pruning import prune

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from ps_core.errors import InvalidKeys
 from ps_core.keys import TableId
+from ps_core.sliced_work import at_once
 from ps_core.tables.elements import Codec, DType, pack_presence
 from ps_core.tables.optimizers import STEP_ARRAY, VALUES_ARRAY, OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec, TensorSpec
-from ps_core.work import at_once
 from ps_server.values.shard_store import ShardStore
 
 LENGTHS = (40, 70, 3)

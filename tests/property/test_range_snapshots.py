@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_core.keys import RangeId, TableId
-from ps_core.work import at_once
+from ps_core.sliced_work import at_once
 from ps_server.values.copy_on_write import Key, RangeSnapshots
 
 RANGES = [(TableId(t), RangeId(r)) for t in (1, 2) for r in (0, 1)]

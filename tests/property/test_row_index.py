@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_core.rows import mixed_ids, partitions_of, salt_of
-from ps_core.work import at_once
+from ps_core.sliced_work import at_once
 from ps_server.rows import row_kernels, row_loops, row_passes
 from ps_server.rows.row_arrays import Column, RowArrays
 from ps_server.rows.row_index import RowIndex

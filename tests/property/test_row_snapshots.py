@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ps_core.keys import RangeId, TableId
+from ps_core.sliced_work import at_once
 from ps_core.tables.elements import Codec, DType, Initializer, InitializerKind
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import Eviction, RowsSpec, RowStorage, TableSpec
-from ps_core.work import at_once
 from ps_server.values.copy_on_write import RangeSnapshots
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore

@@ -16,11 +16,11 @@ from ps_core import limits
 from ps_core.errors import InvalidKeys, InvalidTensor, InvariantViolation
 from ps_core.keys import TableId
 from ps_core.rows import first_values, mixed_ids, partition_of, rounding_draws, salt_of
+from ps_core.sliced_work import at_once
 from ps_core.tables.elements import Codec, DType, Initializer, InitializerKind
 from ps_core.tables.optimizers import Hyperparameters, OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import Eviction, Reduction, RowsSpec, RowStorage, TableSpec
-from ps_core.work import at_once
 from ps_server.ranges.events import Compensation
 from ps_server.values.mutations import Elements, SentAccumulator
 from ps_server.values.row_gradients import payload_of

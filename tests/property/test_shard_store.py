@@ -14,10 +14,10 @@ from torch import Tensor
 
 from docs import payload_codec as raw
 from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, InvariantViolation
+from ps_core.sliced_work import at_once
 from ps_core.tables.elements import NATIVE_CODEC, Codec, DType, Initializer, InitializerKind
 from ps_core.tables.optimizers import ONLY_ROW_OPTIMIZERS, Kernels, OptimizerKind, OptimizerSpec
 from ps_core.tables.table_spec import Reduction
-from ps_core.work import at_once
 from ps_server.values import contributions
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.contributions import Contribution

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from ps_core.errors import InvalidKeys, InvalidTensor
 from ps_core.keys import Incarnation
+from ps_core.sliced_work import at_once
 from ps_core.tables.elements import Codec
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
-from ps_core.work import at_once
 from ps_server.ranges.events import Compensation
 from ps_server.values.mutations import Dropped, Elements, KeptSum, Put, SentAccumulator
 from ps_server.values.shard_store import ShardStore

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from ps_core.keys import TableId
 from ps_core.rows import Ids, mixed_ids, partitions_of, salt_of
+from ps_core.sliced_work import Work, at_once
 from ps_core.tables.elements import Codec, DType, Initializer, InitializerKind
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import Eviction, RowsSpec, RowStorage, TableSpec
-from ps_core.work import Work, at_once
 from ps_server.rows.reserved_memory import FIRST_BYTES
 from ps_server.rows.row_arrays import Column
 from ps_server.rows.row_file import Records, RowFile

@@ -39,6 +39,7 @@ from docs import payload_codec
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.keys import Incarnation, RangeId, TableId
 from ps_core.rows import mixed_ids, partitions_of, salt_of
+from ps_core.sliced_work import Work, at_once
 from ps_core.tables.elements import (
     SCALED_GROUP_COUNT,
     Codec,
@@ -56,7 +57,6 @@ from ps_core.tables.table_spec import (
     TableSpec,
     TensorSpec,
 )
-from ps_core.work import Work, at_once
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.ranges.events import Accumulate, AssignValues, Forget, Record
 from ps_server.ranges.server_machine import ShardAdded

@@ -37,8 +37,8 @@ from ps_core.errors import (
 )
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.manifest import PartReport, ReportedTable
+from ps_core.sliced_work import Work
 from ps_core.tables.table import Table
-from ps_core.work import Work
 from ps_server.ranges.events import AnswerPull, Place, PullEvent, RefusePull
 from ps_server.ranges.schedule import checkpoint_cut
 from scheduler.machine.checkpoint_state import (

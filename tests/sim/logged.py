@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from ps_core import limits
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
+from ps_core.sliced_work import Work, at_once
 from ps_core.tables.table import Table
-from ps_core.work import Work, at_once
 from ps_server.ranges.range_copy import ShardCopy, fresh_copy
 from ps_server.replication.backup import Replica
 from ps_server.replication.messages import LogRecord, Snapshot

@@ -11,8 +11,8 @@ from ps_core.cluster_view import BackupRequest, ClusterView, NodeState, Role
 from ps_core.errors import NotOwner, TableNotFound
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import ReplyKind
+from ps_core.sliced_work import Work, at_once
 from ps_core.tables.table import Table
-from ps_core.work import Work, at_once
 from ps_server.ranges.events import (
     Accumulate,
     AnswerPull,

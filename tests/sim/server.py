@@ -12,9 +12,9 @@ from ps_core.consistency import Mode, StalePolicy
 from ps_core.errors import Recovering
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
+from ps_core.sliced_work import Work
 from ps_core.tables.optimizers import OptimizerKind
 from ps_core.tables.table import Table
-from ps_core.work import Work
 from ps_server.ranges.events import (
     Accumulate,
     AnswerPull,

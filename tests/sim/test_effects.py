@@ -12,7 +12,7 @@ import pytest
 from ps_core.cluster_view import ClusterView, NodeState
 from ps_core.errors import Draining
 from ps_core.keys import NodeId, RangeId
-from ps_core.work import Work
+from ps_core.sliced_work import Work
 from ps_server.fail_stop import FailStop, carries_out, decides
 from ps_server.ranges.events import Accumulate, AnswerPull, EntryEvent, PullEvent, RefusePull
 from ps_server.replication.messages import Ack, LogRecord

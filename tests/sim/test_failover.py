@@ -14,7 +14,7 @@ import pytest
 from ps_core.cluster_view import BackupRequest, ClusterView, Role, Session
 from ps_core.errors import Fenced, InvalidConfig
 from ps_core.keys import Incarnation, NodeId, RangeId
-from ps_core.work import at_once
+from ps_core.sliced_work import at_once
 from ps_server.ranges.range_copy import ShardCopy, WorkerFacts, copying
 from scheduler.machine.cluster import Decision
 from scheduler.machine.state import (

@@ -21,7 +21,7 @@ from ps_core.cluster_view import ClusterView, Role, Session
 from ps_core.errors import Fenced, ForeignCluster, NotOwner, PushpullError
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.manifest import SavedDataSet
-from ps_core.work import Work
+from ps_core.sliced_work import Work
 from ps_runtime.cluster import wire
 from ps_server.checkpoint.restored_ranges import Key, RestoredRanges
 from ps_server.ranges.events import AnswerPull, EntryEvent, PullEvent, RefusePull

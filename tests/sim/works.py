@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from ps_core.work import Work
-from ps_server.service.works import HasTime, OnEnd, WorkQueue, always
+from ps_core.sliced_work import Work
+from ps_server.service.work_queue import HasTime, OnEnd, WorkQueue, always
 from tests.sim.world import World
 
 FEW_STEPS = 2

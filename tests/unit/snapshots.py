@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ps_core.keys import NodeId
-from ps_core.work import at_once
+from ps_core.sliced_work import at_once
 from ps_server.replication.messages import Snapshot
 from ps_server.replication.output_commit import OutputCommit
 from ps_server.replication.range_roles import Replication

@@ -9,7 +9,7 @@ import pytest
 
 from ps_cli.bench.measurements import disk_rows
 from ps_core.errors import InvalidConfig
-from ps_core.work import at_once
+from ps_core.sliced_work import at_once
 from ps_server.rows.row_index import RowIndex
 
 MIB = 2**20

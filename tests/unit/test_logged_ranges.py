@@ -9,7 +9,7 @@ import pytest
 from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role
 from ps_core.errors import InvariantViolation
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, key_ranges
-from ps_core.work import Work, at_once
+from ps_core.sliced_work import Work, at_once
 from ps_server.ranges.server_machine import ServerMachine
 from ps_server.replication.backup import Replica
 from ps_server.replication.messages import LogRecord, Snapshot

@@ -18,11 +18,11 @@ from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, 
 from ps_core.errors import Recovering
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.ledger import ReplyKind
+from ps_core.sliced_work import PIECE_COUNT, Work
 from ps_core.tables.elements import Codec, DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
-from ps_core.work import PIECE_COUNT, Work
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_runtime.system.turns import Turns
 from ps_server.checkpoint.restored_values import RestoredValues
@@ -39,7 +39,7 @@ from ps_server.ranges.events import (
 from ps_server.service.answers import PullTerms, PushStream, RangeRead
 from ps_server.service.node import ParameterNode
 from ps_server.service.pull import Pull
-from ps_server.service.works import Works
+from ps_server.service.work_queue import Works
 from ps_server.wire.parameter_wire import BlockFrame, push_events
 from pushpull.v1 import parameters_pb2, types_pb2
 from tests.unit.measured_loop import most_turn_s, shortest, turns_of

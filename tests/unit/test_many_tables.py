@@ -11,11 +11,11 @@ from prometheus_client import CollectorRegistry
 from ps_core.change import TableChange
 from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role, Session
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
+from ps_core.sliced_work import at_once
 from ps_core.tables.elements import DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
-from ps_core.work import at_once
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.peers.node_replication import ReplicationSetting
 from ps_server.service.node import ParameterNode

@@ -14,11 +14,11 @@ from ps_core import limits
 from ps_core.cluster_view import ClusterView, Node, NodeState, Role, Session
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Ending, Outcome
+from ps_core.sliced_work import at_once
 from ps_core.tables.elements import DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
-from ps_core.work import at_once
 from ps_runtime.cluster import wire
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.ranges.range_copy import copying

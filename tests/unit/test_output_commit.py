@@ -10,7 +10,7 @@ from ps_core.change import TableChange
 from ps_core.cluster_view import ClusterView
 from ps_core.consistency import parsed
 from ps_core.keys import AssignmentEpoch, Incarnation
-from ps_core.work import Work, at_once
+from ps_core.sliced_work import Work, at_once
 from ps_server.ranges.events import (
     Effect,
     Place,

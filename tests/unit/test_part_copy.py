@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ps_core.ledger import Outcome
-from ps_core.work import at_once
+from ps_core.sliced_work import at_once
 from ps_server.ranges.events import Apply, Effect
 from ps_server.ranges.range_copy import RangeDelta, copying, delta_of, facts_of, fresh_copy, restore
 from tests.unit.machine_harness import Bench, make_table, outcomes

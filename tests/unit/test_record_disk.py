@@ -10,11 +10,11 @@ import pytest
 
 from ps_core.errors import InvalidConfig, TableFull
 from ps_core.keys import TableId
+from ps_core.sliced_work import at_once
 from ps_core.tables.elements import Codec, DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import RowsSpec, TableSpec
-from ps_core.work import at_once
 from ps_runtime.system import record_disk, record_loops
 from ps_runtime.system.record_disk import RecordDisk, RecordFile
 from ps_server.rows.row_memory import RowMemory

@@ -11,7 +11,7 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.errors import Fenced, InvalidTensor
 from ps_core.keys import Incarnation, NodeId
 from ps_core.ledger import Outcome
-from ps_core.work import at_once
+from ps_core.sliced_work import at_once
 from ps_server.ranges.events import Apply, Effect, PushEvent, Record, SealEvent, SealTerms, Sender
 from ps_server.ranges.range_copy import ShardCopy, copying, delta_of, fresh_copy, restore
 from ps_server.ranges.schedule import copies_cut

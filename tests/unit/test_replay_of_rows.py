@@ -9,11 +9,11 @@ import pytest
 
 from ps_core.errors import InvalidUpdateLog
 from ps_core.keys import RangeId, TableId
+from ps_core.sliced_work import at_once
 from ps_core.tables.elements import DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import Eviction, RowsSpec, RowStorage, TableSpec
-from ps_core.work import at_once
 from ps_server.replay.replayer import Replay, read_run
 from tests.unit.written_logs import LEFT, RIGHT, RowsOwner, WrittenLog, by_id
 

@@ -10,7 +10,7 @@ from ps_core.cluster_view import BackupRequest, ClusterView, RangeAssignment, Ro
 from ps_core.errors import WaitExpired
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.ledger import Ending, ReplyKind
-from ps_core.work import at_once
+from ps_core.sliced_work import at_once
 from ps_server.ranges.events import AnswerPull, Record, RefusePull
 from ps_server.ranges.range_copy import RangeDelta, WorkerFacts, fresh_copy
 from ps_server.ranges.server_machine import ServerMachine

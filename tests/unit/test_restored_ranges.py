@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId, key_ranges
+from ps_core.sliced_work import at_once
 from ps_core.tables.table import Table
-from ps_core.work import at_once
 from ps_server.checkpoint.restored_ranges import Key, RestoredRanges
 from ps_server.ranges.range_copy import RangeDelta, fresh_copy
 from ps_server.ranges.server_machine import ServerMachine

@@ -9,11 +9,11 @@ import pytest
 
 from ps_core.errors import TableFull
 from ps_core.keys import RangeId, TableId
+from ps_core.sliced_work import at_once
 from ps_core.tables.elements import Codec, DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import RowsSpec, TableSpec
-from ps_core.work import at_once
 from ps_runtime.system.capacity import available_bytes, memory_bytes
 from ps_server.ranges.events import PushEvent, SealEvent, SealTerms
 from ps_server.ranges.range_machine import RangeMachine

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from ps_core.errors import TableFull
 from ps_core.keys import TableId
 from ps_core.rows import mixed_ids, partitions_of, rounding_draws, salt_of
+from ps_core.sliced_work import at_once
 from ps_core.tables.elements import Codec, DType, Initializer, InitializerKind
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import RowsSpec, RowStorage, TableSpec
-from ps_core.work import at_once
 from ps_server.rows.row_memory import INDEX_BYTES, RowMemory
 from ps_server.rows.row_storage import row_storage
 from ps_server.values.row_gradients import payload_of

@@ -10,11 +10,11 @@ import pytest
 
 from ps_core import limits
 from ps_core.keys import TableId
+from ps_core.sliced_work import Work, at_once
 from ps_core.tables.elements import Codec, DType, Initializer, InitializerKind
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import Eviction, RowsSpec, RowStorage, TableSpec
-from ps_core.work import Work, at_once
 from ps_runtime.system.prefault import Prefaulting
 from ps_server.rows.row_memory import RowMemory
 from ps_server.values.row_gradients import payload_of

@@ -9,11 +9,11 @@ import pytest
 from ps_core import limits
 from ps_core.errors import InvalidKeys, InvalidTensor
 from ps_core.keys import TableId
+from ps_core.sliced_work import at_once
 from ps_core.tables.elements import Codec, DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import Reduction, RowsSpec, TableSpec
-from ps_core.work import at_once
 from ps_server.values.mutations import Elements, SentAccumulator
 from ps_server.values.row_gradients import RowAccumulator, payload_of
 from ps_server.values.row_store import RowStore

@@ -11,8 +11,8 @@ from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.errors import StaleAssignment
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.ledger import ReplyKind
+from ps_core.sliced_work import at_once
 from ps_core.tables.table import Table
-from ps_core.work import at_once
 from ps_server.ranges.events import (
     PullEvent,
     PushEvent,

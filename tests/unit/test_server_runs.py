@@ -11,8 +11,8 @@ from ps_core.errors import TableNotFound
 from ps_core.keys import Incarnation, NodeId, TableId
 from ps_core.ledger import ReplyKind
 from ps_core.runs import Run
+from ps_core.sliced_work import at_once
 from ps_core.tables.table import Table
-from ps_core.work import at_once
 from ps_server.ranges.collective_rounds import CollectiveRounds
 from ps_server.ranges.events import (
     Effect,

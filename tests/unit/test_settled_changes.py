@@ -12,7 +12,7 @@ from ps_core.cluster_view import ClusterView, Role
 from ps_core.consistency import Consistency, Mode, parsed
 from ps_core.errors import NotOwner
 from ps_core.keys import Incarnation, NodeId, TableId
-from ps_core.work import at_once
+from ps_core.sliced_work import at_once
 from ps_server.ranges.schedule import Schedule
 from ps_server.ranges.server_machine import Doubt, ServerMachine
 from tests.unit.cluster_harness import Harness

@@ -11,8 +11,8 @@ import pytest
 from ps_core.cluster_view import Role, Session
 from ps_core.errors import InvalidKeys
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
+from ps_core.sliced_work import at_once
 from ps_core.tables.elements import Codec
-from ps_core.work import at_once
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.ranges.events import Accumulate, Contributor, Place, Record
 from ps_server.ranges.range_copy import fresh_copy

@@ -13,11 +13,11 @@ from prometheus_client import CollectorRegistry
 
 from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
+from ps_core.sliced_work import Work
 from ps_core.tables.elements import Codec, DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import RowsSpec, TableSpec
-from ps_core.work import Work
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_runtime.system.waiting import driven
 from ps_server.lane.lane_socket import SharedLanes

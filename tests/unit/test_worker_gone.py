@@ -12,8 +12,8 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.errors import Fenced, InvalidConfig, InvalidTensor, Recovering
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, key_ranges
 from ps_core.ledger import Outcome, ReplyKind
+from ps_core.sliced_work import at_once
 from ps_core.tables.table import Table
-from ps_core.work import at_once
 from ps_server.ranges.events import (
     Apply,
     Effect,

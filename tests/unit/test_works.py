@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from ps_core import limits
-from ps_core.work import PIECE_COUNT, Work, at_once, pieces_of
+from ps_core.sliced_work import PIECE_COUNT, Work, at_once, pieces_of
 from ps_runtime.system.turns import Turns
-from ps_server.service.works import FEW_STEPS, Works
+from ps_server.service.work_queue import FEW_STEPS, Works
 
 
 class Bench:

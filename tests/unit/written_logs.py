@@ -13,9 +13,9 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.keys import AssignmentEpoch, Incarnation, RangeId
 from ps_core.ledger import Ending, Outcome
 from ps_core.rows import partition_of
+from ps_core.sliced_work import at_once
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
-from ps_core.work import at_once
 from ps_runtime.cluster import wire
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.ranges.events import Contributor, Record

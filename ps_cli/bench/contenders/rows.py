@@ -26,11 +26,11 @@ from ps_cli.bench.contenders.torch_rpc import SERVER, joined
 from ps_cli.bench.contenders.zipf import ZipfIds
 from ps_core.errors import Internal
 from ps_core.keys import TableId
+from ps_core.sliced_work import at_once
 from ps_core.tables.elements import DType, Initializer, InitializerKind
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import RowsSpec, TableSpec
-from ps_core.work import at_once
 from ps_server.values.row_gradients import RowGradients, gradients_of
 from ps_server.values.row_store import RowStore
 from ps_worker.embedding.rows import RowBatch, cut_ids, ids_of, rows_of

@@ -1,4 +1,4 @@
-"""Works: what follows from each event, one at a time, however long each takes (SEMANTICS S15).
+"""The queue of works: what follows from each event, one at a time, however long it takes (S15).
 
 An event, its decisions, and all that follows for values and streams are one *work*. One on the
 thousands of blocks of a range takes longer than the event loop may spend at once, so it is cut into
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ps_core import limits
 from ps_core.errors import check
-from ps_core.work import Waiting, Work
+from ps_core.sliced_work import Waiting, Work
 from ps_runtime.system.turns import Turns
 from ps_runtime.system.waiting import arrival
 

@@ -1,4 +1,4 @@
-"""Long work in steps, between which other work has its turn.
+"""Long work that is cut into steps, so that a loop does it in slices of time (SEMANTICS S15).
 
 A `Work` is a generator: it yields between two steps, and returns the result. It yields what the
 next step waits for, or None.
