@@ -58,14 +58,11 @@ from ps_server.ranges.read_gate import WaitCause
 from ps_server.ranges.schedule import checkpoint_cut
 from ps_server.ranges.server_machine import Doubt, PreparedChange, ServerMachine, ShardAdded
 from ps_server.replication.output_commit import CommittedEffect
-from ps_server.service.answers import (
-    HeldAnswers,
-    PushStream,
-    RangeRead,
-    ReadWaits,
-    UnreadAnswers,
-)
 from ps_server.service.collective_waits import CollectiveWaits
+from ps_server.service.push_stream import PushStream
+from ps_server.service.range_read import HeldAnswers, RangeRead
+from ps_server.service.read_waits import ReadWaits
+from ps_server.service.unread_answers import UnreadAnswers
 from ps_server.service.work_queue import Works
 from ps_server.stores import Shards
 from ps_server.update_log.writer import UpdateLog

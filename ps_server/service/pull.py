@@ -28,8 +28,9 @@ from ps_core.tables.elements import Codec
 from ps_runtime.cluster import wire
 from ps_runtime.system.waiting import arrival
 from ps_server.ranges.events import Place
-from ps_server.service.answers import AnswerPart, PullTerms, PushStream, RangeRead
 from ps_server.service.node import ParameterNode
+from ps_server.service.push_stream import PushStream
+from ps_server.service.range_read import AnswerPart, PullTerms, RangeRead
 from ps_server.wire.parameter_wire import (
     deadline_s_of,
     pull_end,

@@ -20,9 +20,9 @@ from ps_runtime.grpc.errors import translated
 from ps_runtime.grpc.requests import RequestReader
 from ps_server.ranges.events import EntryEvent, PushEvent, Sender
 from ps_server.rows.row_heat import RowHeat
-from ps_server.service.answers import PushStream
 from ps_server.service.node import ParameterNode
 from ps_server.service.pull import Pull, StreamPulls
+from ps_server.service.push_stream import PushStream
 from ps_server.values.row_store import RowStore
 from ps_server.wire.parameter_wire import (
     BlockFrame,

@@ -26,8 +26,9 @@ from ps_core.tables.table_spec import TableSpec
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.ranges.events import Place, PushEvent, ReplyTo, SealEvent, SealTerms, Sender
-from ps_server.service.answers import PullTerms, PushStream, RangeRead
 from ps_server.service.node import ParameterNode
+from ps_server.service.push_stream import PushStream
+from ps_server.service.range_read import PullTerms, RangeRead
 from ps_server.stores import Shards
 from ps_server.values.custom_updates import checked
 from ps_server.values.shard_store import ShardStore

@@ -36,9 +36,10 @@ from ps_server.ranges.events import (
     SealTerms,
     Sender,
 )
-from ps_server.service.answers import PullTerms, PushStream, RangeRead
 from ps_server.service.node import ParameterNode
 from ps_server.service.pull import Pull
+from ps_server.service.push_stream import PushStream
+from ps_server.service.range_read import PullTerms, RangeRead
 from ps_server.service.work_queue import Works
 from ps_server.wire.parameter_wire import BlockFrame, push_events
 from pushpull.v1 import parameters_pb2, types_pb2

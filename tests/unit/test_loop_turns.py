@@ -25,9 +25,9 @@ from ps_runtime.grpc.requests import RequestReader
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_runtime.system.turns import TurnMeter, Turns
 from ps_server.ranges.events import Place, PushEvent, SealEvent, SealTerms, Sender
-from ps_server.service.answers import AnswerPart, PullTerms, RangeRead
 from ps_server.service.node import ParameterNode
 from ps_server.service.pull import Pull
+from ps_server.service.range_read import AnswerPart, PullTerms, RangeRead
 from ps_server.service.servicer import ParameterServicer
 from ps_server.wire.parameter_wire import Entry, entry_reader
 from pushpull.v1 import parameters_pb2, types_pb2

@@ -14,9 +14,10 @@ from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.ranges.events import ReplyTo, Sender
 from ps_server.ranges.read_gate import WaitCause
-from ps_server.service.answers import PushStream, UnreadAnswers
 from ps_server.service.node import ParameterNode
 from ps_server.service.pull import StreamPulls
+from ps_server.service.push_stream import PushStream
+from ps_server.service.unread_answers import UnreadAnswers
 from pushpull.v1 import parameters_pb2, types_pb2
 from tests.unit.machine_harness import make_table
 from tests.unit.measured_loop import a_turn

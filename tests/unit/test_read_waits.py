@@ -14,8 +14,8 @@ from ps_core.consistency import parsed
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, key_ranges
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.ranges.events import SealEvent, SealTerms, Sender
-from ps_server.service.answers import PullTerms, RangeRead
 from ps_server.service.node import ParameterNode
+from ps_server.service.range_read import PullTerms, RangeRead
 from tests.unit.machine_harness import PLACE, make_table
 
 SERVER = Session("cluster", b"t" * 16, NodeId(1), Incarnation(10), Role.SERVER)

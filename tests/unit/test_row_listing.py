@@ -19,8 +19,8 @@ from ps_core.tables.table import Table
 from ps_core.tables.table_spec import RowsSpec, TableSpec
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.ranges.events import Place, PushEvent, SealEvent, SealTerms, Sender
-from ps_server.service.answers import PullTerms, RangeRead
 from ps_server.service.node import ParameterNode
+from ps_server.service.range_read import PullTerms, RangeRead
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore
 from pushpull.v1 import parameters_pb2

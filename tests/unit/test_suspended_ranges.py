@@ -41,8 +41,8 @@ from ps_server.ranges.schedule import copies_cut
 from ps_server.ranges.server_machine import ServerMachine
 from ps_server.replication.messages import Beat
 from ps_server.replication.range_roles import Replication
-from ps_server.service.answers import PushStream
 from ps_server.service.node import ParameterNode
+from ps_server.service.push_stream import PushStream
 from ps_server.stores import Shards
 
 ME, HEIR = NodeId(1), NodeId(7)

@@ -18,9 +18,9 @@ from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.ranges.events import Place, PushEvent, SealEvent, SealTerms, Sender
-from ps_server.service.answers import PullTerms, RangeRead
 from ps_server.service.node import ParameterNode
 from ps_server.service.pull import Pull
+from ps_server.service.range_read import PullTerms, RangeRead
 from pushpull.v1 import parameters_pb2, types_pb2
 
 KEY = b"k" * 16

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from ps_server.service.answers import UnreadAnswers
+from ps_server.service.unread_answers import UnreadAnswers
 
 MOST, PATIENCE_S = 100, 0.01
 

@@ -1,20 +1,10 @@
-"""Answers of a server: replies to entries gather on their push stream and leave in batches, pulls
-are answered piece by piece, and unread answers are bounded.
+"""A pull's share in one range: what it asks of the gate, and its answer, piece by piece.
 
 Rules:
-    - The server does not read on from a stream whose replies are not read.
-    - Answers to pulls are bounded for the whole server: one beyond the bound waits for others.
-    - A call that reads nothing for a while is cut when others wait, the slowest first.
     - An answer has all of its blocks as of its decision. It is made piece by piece, since a range
       may have thousands; a block about to change before its turn is copied first (`HeldAnswers`).
-    - Waits are counted by worker, for tables whose staleness bound moves. Time in which several
-      pulls of a worker are parked counts once.
-    - A pull first waits for its worker's own step. So it waits for others only from when the worker
-      was last heard in the range, if that is after the pull came.
 
 Invariants:
-    STR-1  A half-closed stream ends once every entry that it carried has its last reply, and every
-           pull its last part.
     RA-1  A piece is made of the range as of the decision to answer.
 """
 
@@ -22,271 +12,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 from weakref import ref
 
 from ps_core import limits, sequence_locks
-from ps_core.cluster_view import ClusterView, Role, Session
+from ps_core.cluster_view import Role, Session
 from ps_core.errors import InvalidKeys, InvariantViolation, PushpullError
-from ps_core.keys import NodeId, RangeId, TableId
-from ps_core.ledger import ReplyKind
+from ps_core.keys import RangeId, TableId
 from ps_core.sliced_work import Waiting, Work, at_once
 from ps_core.tables.elements import NATIVE_CODEC, Codec
 from ps_runtime.cluster import wire
 from ps_server.lane.answer_ring import AnswerRing
 from ps_server.lane.value_segments import SharedValues
-from ps_server.ranges.events import AnswerPull, Place, PullEvent, ReplyTo, Sender
+from ps_server.ranges.events import AnswerPull, Place, PullEvent
 from ps_server.ranges.range_state import RangeState
 from ps_server.ranges.read_gate import WaitCause
-from ps_server.ranges.server_machine import ServerMachine
 from ps_server.stores import Shards
 from ps_server.values.row_store import RowStore, Store
-from ps_server.wire.parameter_wire import (
-    block_answer,
-    push_response,
-    range_error,
-    unchanged_answer,
-)
+from ps_server.wire.parameter_wire import block_answer, range_error, unchanged_answer
 from pushpull.v1 import parameters_pb2
-
-_MAX_BATCH_COUNT = 1024
-_MAX_PART_COUNT = 8
-_RECEIVED = 0
-"""Part of a waiting reply's key: one RECEIVED for each entry; other replies are numbered."""
-
-_HELD_COUNT = 4
-"""Most replies that wait for more of them: their sender's window is many times as large."""
-
-_HELD_S = 0.005
-"""The longest time that replies wait for more."""
 
 _HELD_ANSWER_COUNT = 32
 """Held answers of a shard beyond which those that have been made are looked for."""
 
-_Entry = tuple[TableId, RangeId, int]
-"""A (table, range, sequence)."""
-
 _Key = tuple[TableId, RangeId]
-
-
-class PushStream:
-    """The server's end of a Push or PushPull stream."""
-
-    def __init__(self, origin: int, session: Session, reader: Reader) -> None:
-        self.origin = origin
-        self.session = session
-        self._reader = reader
-        self.call = reader.task
-        self.pending: dict[_Entry, float] = {}
-        self._pull_count = 0  # pulls not answered in full
-        self._replies: dict[tuple[int, int, int, int], ReplyTo] = {}
-        self._numbers = itertools.count(1)
-        self._parts: deque[bytes] = deque()
-        self._ready = asyncio.Event()
-        self._drained = asyncio.Event()
-        self._input_has_ended = False
-        self._is_held = False
-        self._failure: BaseException | None = None
-
-    def expect(self, entry: _Entry, now_s: float) -> None:
-        """Note an entry: its stream owes it a last reply."""
-        self.pending.setdefault(entry, now_s)
-
-    def hold(self, more_follow: bool) -> None:
-        """Hold the replies to a message for those to the next, unless some wait already. Briefly:
-        the next message may wait for these replies, or never come.
-        """
-        self._is_held = more_follow and len(self._replies) < _HELD_COUNT
-        if self._replies and not self._is_held:
-            self._ready.set()
-        elif self._is_held:
-            asyncio.get_running_loop().call_later(_HELD_S, self.hold, False)
-
-    def reply(self, effect: ReplyTo) -> float | None:
-        """Queue an answer; it leaves with the next batch, in place of a RECEIVED to the same entry
-        that has not left. Returns when the entry arrived, if this is its last reply.
-        """
-        entry = (effect.table_id, effect.range_id, effect.sequence)
-        is_received = effect.kind is ReplyKind.RECEIVED
-        if not is_received:
-            self._replies.pop((*entry, _RECEIVED), None)
-        self._replies[(*entry, _RECEIVED if is_received else next(self._numbers))] = effect
-        if not self._is_held:
-            self._ready.set()
-        return None if is_received else self.pending.pop(entry, None)
-
-    def end(self, entry: _Entry) -> None:
-        """The entry's last reply went out on another stream."""
-        if self.pending.pop(entry, None) is not None:
-            self._ready.set()
-
-    def give_up(self, range_ids: Collection[RangeId], error: PushpullError) -> None:
-        """Refuse the entries owed replies in ranges that another server has now."""
-        sender = Sender(self.session.incarnation, 0, self.origin, self.session.run)
-        for entry in [entry for entry in self.pending if entry[1] in range_ids]:
-            self.reply(ReplyTo(sender, ReplyKind.ERROR, *entry, error=error))
-
-    async def has_space(self) -> None:
-        """Wait while its sender leaves too many replies unread."""
-        while len(self._replies) >= limits.MAX_QUEUED_REPLY_COUNT:
-            self._drained.clear()
-            await self._drained.wait()
-
-    def pull_begins(self) -> None:
-        """Note a pull whose answer comes in parts: the stream does not end before its last."""
-        self._pull_count += 1
-
-    def pull_ends(self, failure: BaseException | None) -> None:
-        """Note that all parts have come; a failure ends the stream."""
-        self._pull_count -= 1
-        if failure is not None:
-            self._failure = failure
-        self._ready.set()
-
-    async def put_part(self, part: bytes) -> None:
-        """Queue a serialized part of a pull's answer, waiting while too many wait already."""
-        while not self.has_part_space:
-            self._drained.clear()
-            await self._drained.wait()
-        await self._reader.put(len(part))
-        self._parts.append(part)
-        self._ready.set()
-
-    @property
-    def has_part_space(self) -> bool:
-        return len(self._parts) < _MAX_PART_COUNT
-
-    def put_parts(self, parts: Iterable[bytes]) -> None:
-        """Queue serialized parts of an answer to a pull that is there at once."""
-        for part in parts:
-            self._reader.count(len(part))
-            self._parts.append(part)
-        self._ready.set()
-
-    def close(self) -> None:
-        self._parts.clear()
-        self._reader.end()
-
-    def end_input(self, failure: BaseException | None = None) -> None:
-        """End the input; a failure ends the stream at once."""
-        self._input_has_ended = True
-        self._failure = failure
-        self._ready.set()
-
-    async def batches(
-        self,
-    ) -> AsyncIterator[tuple[parameters_pb2.PushResponse | None, bytes | None]]:
-        """Messages to send, until the stream ends (STR-1): replies, a pull's part, or both."""
-        while True:
-            await self._ready.wait()
-            self._ready.clear()
-            while self._replies or self._parts:
-                replies = None
-                if self._replies:
-                    leaving = list(itertools.islice(self._replies, _MAX_BATCH_COUNT))
-                    replies = push_response([self._replies.pop(entry) for entry in leaving])
-                part = self._parts.popleft() if self._parts else None
-                self._drained.set()
-                yield replies, part
-                if part is not None:
-                    self._reader.count(-len(part))
-            if self._failure is not None:
-                raise self._failure
-            if self._input_has_ended and not (self.pending or self._pull_count):
-                return
-
-
-class UnreadAnswers:
-    """Bounds the unread answers of one server; who has read nothing for `patience_s` may be cut."""
-
-    def __init__(
-        self,
-        now: Callable[[], float],
-        most_bytes: int = limits.MAX_UNREAD_BYTES,
-        patience_s: float = limits.UNREAD_S,
-    ) -> None:
-        self._now = now
-        self._patience_s = patience_s
-        self._most_bytes = most_bytes
-        self._since_s: dict[Reader, float] = {}  # of unread answers, the longest unread first
-        self._waiting: set[asyncio.Future[None]] = set()
-        self.byte_count = 0
-
-    def reader(self, call: asyncio.Task[object] | None = None) -> Reader:
-        """A reader of a call's answers; None: the running call, if any."""
-        if call is None:
-            with contextlib.suppress(RuntimeError):  # outside of a loop there is none
-                call = asyncio.current_task()
-        return Reader(self, call)
-
-    def has_space(self, byte_count: int) -> bool:
-        """True if an answer of so many bytes may be made now."""
-        return not self.byte_count or self.byte_count + byte_count <= self._most_bytes
-
-    async def wait_for_space(self, byte_count: int) -> None:
-        """Wait until so many bytes may be made; calls that do not read are cut meanwhile."""
-        while not self.has_space(byte_count):
-            self._cut()
-            change = asyncio.get_running_loop().create_future()
-            self._waiting.add(change)
-            await asyncio.wait([change], timeout=self._patience_s)
-            self._waiting.discard(change)
-
-    def count(self, reader: Reader, byte_count: int) -> None:
-        """Add to the unread bytes of `reader`; a negative number: it has read."""
-        self.byte_count += byte_count
-        reader.byte_count += byte_count
-        if byte_count < 0:
-            self._since_s.pop(reader, None)
-            for change in self._waiting:
-                if not change.done():
-                    change.set_result(None)
-            self._waiting = set()
-        if reader.byte_count > 0:
-            self._since_s.setdefault(reader, self._now())
-
-    def _cut(self) -> None:
-        """Cut the call that has read nothing for the longest time, if that is long."""
-        for reader, since_s in self._since_s.items():
-            if self._now() - since_s >= self._patience_s:
-                del self._since_s[reader]
-                if reader.task is not None:
-                    reader.task.cancel("its answers are not read, and others wait")
-            return
-
-
-class Reader:
-    """The reader of one call's answers. Made by `UnreadAnswers.reader`."""
-
-    def __init__(self, unread: UnreadAnswers, task: asyncio.Task[object] | None) -> None:
-        self._unread = unread
-        self.task = task
-        self.byte_count = 0
-
-    async def put(self, byte_count: int) -> None:
-        """Count bytes about to be made; waits while the server has too many."""
-        await self._unread.wait_for_space(byte_count)
-        self._unread.count(self, byte_count)
-
-    def count(self, byte_count: int) -> None:
-        """Count bytes for which `UnreadAnswers` has space; below 0: that the reader has taken."""
-        self._unread.count(self, byte_count)
-
-    def end(self) -> None:
-        if self.byte_count:
-            self._unread.count(self, -self.byte_count)
-
 
 AnswerPart = bytes | parameters_pb2.SharedValue
 """A serialized PullResponse, or a value that the reader takes from shared memory."""
 
 _Copy = tuple[int, bytes | memoryview, bytes]
 """A block, its payload, and its presence bits."""
-
-_FOR_STEPS = (WaitCause.OWN_STEP, WaitCause.WORKERS)
 
 
 class PullTerms(NamedTuple):
@@ -595,40 +351,3 @@ class HeldAnswers:
         left = [each for each, read in held if read is not None and read.keep(blocks)]
         if left:
             self._reads[key] = left
-
-
-class ReadWaits:
-    """The time for which each worker's pulls were parked for others, where the bound moves."""
-
-    def __init__(self, machine: ServerMachine) -> None:
-        self._machine = machine
-        self._tables: frozenset[TableId] = frozenset()
-        self._waits_s: dict[tuple[TableId, NodeId], tuple[float, float]] = {}  # in all, until
-
-    def observe(self, view: ClusterView) -> None:
-        """Count for the view's tables; forget others, and workers that it does not have."""
-        self._tables = frozenset(t.table_id for t in view.tables if t.consistency.moves)
-        if self._waits_s:
-            members = {node.node_id for node in view.nodes if node.state.is_member}
-            for table_id, reader in list(self._waits_s):
-                if table_id not in self._tables or reader not in members:
-                    del self._waits_s[table_id, reader]
-
-    def ended(self, read: RangeRead, cause: WaitCause, now_s: float) -> float:
-        """Count a pull that is no longer parked, which first was for `cause`; in seconds."""
-        place, session = read.place, read.terms.session
-        part = self._machine.shards.get((place.table_id, place.range_id))
-        if part is not None and place.table_id in self._tables and cause in _FOR_STEPS:
-            worker = part.state.workers.get(session.incarnation)
-            heard_s = read.parked_s if worker is None else worker.last_heard_s
-            reader = place.table_id, NodeId(session.node_id)
-            waited_s, until_s = self._waits_s.get(reader, (0.0, heard_s))
-            more_s = max(0.0, now_s - max(read.parked_s, heard_s, until_s))
-            self._waits_s[reader] = waited_s + more_s, now_s
-        return now_s - read.parked_s
-
-    def totals_ms(self) -> Iterator[tuple[TableId, NodeId, int]]:
-        """(table, worker, milliseconds in all)."""
-        waits = itertools.islice(self._waits_s.items(), limits.MAX_READ_WAIT_COUNT)
-        for (table_id, reader), (waited_s, _) in waits:
-            yield table_id, reader, round(waited_s * 1000)
