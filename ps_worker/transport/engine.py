@@ -9,7 +9,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, TypeVar, cast
@@ -18,18 +18,15 @@ from ps_core.cluster_view import ClusterView, Role, Session
 from ps_core.collective_calls import Round, Share, joined_after
 from ps_core.errors import Fenced, PushpullError, ValuesLost
 from ps_core.keys import TableId
-from ps_core.manifest import PartReport
 from ps_core.tables.elements import InitializerKind
 from ps_core.tables.table import Table
-from ps_runtime.checkpoint.calls import join_checkpoint, report_part
 from ps_runtime.cluster import wire
 from ps_runtime.cluster.scheduler_link import FAREWELL_DEADLINE_S, SchedulerLink
-from ps_runtime.observe import logs
 from ps_runtime.settings.job_place import identity_of
 from ps_runtime.system.clock import now_s
-from ps_worker.checkpoint.save_points import Question
 from ps_worker.steps.counters import Counters
 from ps_worker.steps.steps import Pulled, PushBody, StepResult
+from ps_worker.transport.checkpoint_link import CheckpointLink
 from ps_worker.transport.collective_link import CollectiveLink
 from ps_worker.transport.config import WorkerConfig
 from ps_worker.transport.links import LinkSetting, ServerLinks
@@ -110,58 +107,6 @@ class StepSender:
         newest, began_s = self._began_s.get(table_id, (-1, 0.0))
         if newest == clock:
             MEASURES.step_duration_seconds.observe(now_s() - began_s)
-
-
-class CheckpointLink:
-    """A worker's messages to the scheduler about checkpoints, from any thread.
-
-    A `ps_worker.checkpoint.save_points.Scheduler`; `post` is as `StepSender`'s.
-    """
-
-    def __init__(self, link: SchedulerLink, post: Callable[..., None]) -> None:
-        self._link = link
-        self._post = post
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def join_checkpoint(
-        self,
-        number: int,
-        clocks: Mapping[TableId, int],
-        *,
-        has_state: bool,
-        has_begun: bool,
-        question: Question | None = None,
-        answered: Callable[[bool], None] | None = None,
-    ) -> None:
-        stays = question is Question.MUST_STEP
-
-        async def join() -> None:
-            heard = await join_checkpoint(
-                self._link, number, clocks, has_state, has_begun=has_begun, stays=stays
-            )
-            if answered is not None:
-                answered(heard.must_step if stays else heard.is_awaited)
-
-        self._post(self._start, join())
-
-    def report_part(self, number: int, part: PartReport) -> None:
-        self._post(self._start, report_part(self._link, number, part))
-
-    def _start(self, call: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(self._carry_out(call))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    @staticmethod
-    async def _carry_out(call: Coroutine[Any, Any, None]) -> None:
-        try:
-            await call
-        except PushpullError as error:
-            logs.warning("checkpoint_word_unheard", error=error.message)
-
-    async def all_answered(self, deadline_s: float) -> None:
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=deadline_s)
 
 
 class Engine:
