@@ -227,8 +227,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._known, self._served_state = KnownParameters(), ServedState()
         self._hooks: dict[torch.Tensor, RemovableHandle] = {}
         self._loss: float | None = None
-        self._is_made = False
-        self._has_stepped = False
+        self._is_made = self._has_stepped = False
         self._zeroed_at = (-1, 0)  # the steps before the last `zero_grad`
         has_rows = self._module is not None and has_embeddings(self._module)
         self._check_options(checked, has_rows=has_rows)
@@ -478,8 +477,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._tables.extend(tables)
         for table in tables:
             table.handle.steps.initial_values = None
-        own, load = self._model.own, self._own_state.group_added
-        load() if own is None else own.added(tables, load)
+        if self._model.own is None:
+            self._own_state.group_added()
+        else:
+            self._model.own.added(tables, self._own_state.group_added)
         self._inner_steps_state.take(tables)
         self._hook_trainable()
 
@@ -680,8 +681,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     )
 
     def _tables_of_group(self, number: int) -> list[TrainedTable]:
-        group = self.param_groups[number]
-        optimizer = self._optimizer
+        group, optimizer = self.param_groups[number], self._optimizer
         if self._model.inner is None:
             optimizer = optimizer.with_group(group)
         elif group.get("clamp") is not None and "clamp" not in self.defaults:
