@@ -189,8 +189,8 @@ def replay(options: ReplayOptions) -> None:
     """Replay a run's updates, version by version, from the update logs of its servers.
 
     Under BSP a version is a clock. Under SSP and ASP each worker's step makes a version, in the
-    order in which the steps were applied. The run may still be going on. Norms are those of the
-    values, and of a step's input to the optimizer. See docs/reference/UPDATE_LOG.md.
+    order in which the steps were applied. The run may still be going on. Each line has the norm of
+    the values, and the norm of what the step gave the optimizer. See docs/reference/UPDATE_LOG.md.
 
     Exit code: 0; 1 when the log is damaged, or differs from the checkpoint of --against.
 

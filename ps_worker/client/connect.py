@@ -64,14 +64,15 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
             bytes, "shm" is an error where memory cannot be shared, "grpc" always sends bytes.
         window_bytes (int, 33554432): payload bytes in flight to one server: sent, and not yet
             received there.
-        consistency (str, ''): of tables that name none: "bsp" (also if empty), "ssp:4", "asp", ...
-        push_codec (str, 'none'): how gradients travel where the script names no codec: "none" (as
-            their dtype), "bf16", "fp16", "int8", "sign", "topk:0.01", "lowrank:4"; not where a
-            table has none.
-        pull_codec (str, 'none'): how parameters travel to this worker: one of the first four.
-        outer_steps (int, 0): the steps that a worker takes by itself in each outer step:
-            `DistributedOptimizer` runs the torch.optim namesake of its `SGD`, `Adam`, `AdamW`,
-            `Adagrad` or `RMSprop` in `Outer`, and refuses other optimizers. 0: never.
+        consistency (str, ''): where the script names none: "bsp" (also if empty), "ssp:4", "asp"...
+        push_codec (str, 'none'): the codec of gradients where the script names none: "none" (as
+            their dtype), "bf16", "fp16", "int8", "sign", "topk:0.01", "lowrank:4". Tables that
+            cannot have it go without.
+        pull_codec (str, 'none'): the codec of parameters that this worker pulls: "none", "bf16",
+            "fp16" or "int8".
+        outer_steps (int, 0): above 0, the inner steps of each outer step: `DistributedOptimizer`
+            runs the torch.optim namesake of its `SGD`, `Adam`, `AdamW`, `Adagrad` or `RMSprop` in
+            `Outer`, and refuses other optimizers.
         compute (str, ''): emulated computation of a step of `DistributedOptimizer`, such as "30ms",
             or "rotating:30ms,90ms,burst=2,seed=1"; empty emulates none.
         record (str, ''): a directory for a record of the steps, as `pushpull compare` reads it;
