@@ -102,8 +102,8 @@ def tables_set(
 
     Every server changes at the same clock, which is printed. In a change from ssp or asp to bsp,
     workers that are ahead wait at that clock for the others. If a server does not answer in time,
-    the error names it and nothing has changed. For the settings see
-    docs/explanation/CONSISTENCY.md.
+    the error names it; nothing has changed, unless it says that the change may still be made. For
+    the settings see docs/explanation/CONSISTENCY.md.
 
     Example: `pushpull tables set 'model*' ssp:4 --scheduler 127.0.0.1:7000`
     """

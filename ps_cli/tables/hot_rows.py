@@ -1,7 +1,7 @@
 """`pushpull tables top`: the rows of embedding tables, and those that come most often.
 
-Shares are estimates from the samples of each server, since it serves a range; counts are exact. A
-server that does not answer is named, and what it has is in no count.
+Shares of rows are estimates from the samples of each server, since it serves a range; counts, and
+all other shares, are exact. A server that does not answer is named, and what it has is in no count.
 """
 
 from __future__ import annotations

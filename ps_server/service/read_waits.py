@@ -1,8 +1,8 @@
 """The time for which pulls of each worker waited in a server's ranges.
 
 Rules:
-    - Waits are counted by worker, for tables whose staleness bound moves. Time in which several
-      pulls of a worker are parked counts once.
+    - Waits for steps are counted by table and worker, where the staleness bound moves. Time in
+      which several pulls of a worker from a table are parked counts once.
     - A pull first waits for its worker's own step. So it waits for others only from when the worker
       was last heard in the range, if that is after the pull came.
 """

@@ -1,4 +1,4 @@
-"""A worker's messages to the scheduler about checkpoints: its clocks, and the state it wrote."""
+"""A worker's messages to the scheduler about checkpoints: clocks, questions, reports of states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ps_worker.checkpoint.save_points import Question
 
 
 class CheckpointLink:
-    """Sends these messages, from any thread.
+    """Sends these messages, from any thread; `all_answered` belongs to the loop.
 
     A `ps_worker.checkpoint.save_points.Scheduler`; `post` calls a function on the loop, in order.
     """
