@@ -116,6 +116,7 @@ def test_a_resume_without_feedback_says_that_it_drops_what_is_left(
     assert not torch.equal(before_sign, after_sign)
 
 
+@pytest.mark.thorough
 def test_a_resume_with_fewer_workers_keeps_what_the_others_codecs_have_left(tmp_path: Path) -> None:
     root = str(tmp_path)
 
@@ -143,6 +144,7 @@ def test_a_resume_with_fewer_workers_keeps_what_the_others_codecs_have_left(tmp_
     torch.testing.assert_close(second, before[1] * (2 / 3))  # a half of it is now a third of before
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("codec", ["none", "sign"])
 def test_a_worker_without_feedback_says_that_it_drops_what_absent_ones_had_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, codec: str
@@ -188,6 +190,7 @@ class Summed(Counted):
         self.count += state["count"]
 
 
+@pytest.mark.thorough
 def test_fewer_workers_take_over_the_states_of_the_others_or_say_what_is_dropped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -98,6 +98,7 @@ def test_digits_train_from_another_folder_and_nothing_is_left(tmp_path: Path) ->
     assert_all_gone(pids)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["server", "worker"])  # a scheduler goes on from its journal
 def test_a_killed_role_ends_the_run_with_its_name(

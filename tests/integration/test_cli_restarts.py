@@ -151,6 +151,7 @@ def test_without_replicas_a_dead_servers_values_are_lost(tmp_path: Path) -> None
     assert "the run cannot go on: its values are lost" in tool.text
 
 
+@pytest.mark.thorough
 def test_a_dead_worker_is_started_again_and_takes_its_rank_over(tmp_path: Path) -> None:
     arguments = (
         *("train", write(tmp_path, DYING_ONCE), "-w", "2", "-s", "1"),

@@ -12,6 +12,8 @@ import pytest
 
 import ps_worker as ps
 
+pytestmark = pytest.mark.slow
+
 WORKERS = 3
 ELEMENTS = 3 * 64 * 1024
 """Three blocks of 256 KiB, which may lie in shared memory."""

@@ -10,7 +10,7 @@ import pytest
 
 from ps_runtime.system import descriptors
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 OF_A_SHELL = 512
 

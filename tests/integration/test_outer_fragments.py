@@ -146,6 +146,7 @@ def test_two_workers_have_the_bits_of_one_process(
         assert trainer.optimizer.clock == steps // outer.steps_per_clock
 
 
+@pytest.mark.thorough
 def test_a_clock_moves_the_bytes_of_one_fragment(workers: list[ps.Client]) -> None:
     """Blocks 0 and 3, then 1 and 4, then 2: once around is one exchange of the model."""
     seen: list[list[tuple[int, int]]] = [[] for _ in workers]
@@ -167,6 +168,7 @@ def test_a_clock_moves_the_bytes_of_one_fragment(workers: list[ps.Client]) -> No
     assert seen == [expected] * WORKERS
 
 
+@pytest.mark.thorough
 def test_parameters_in_another_memory_format_and_several_tables(workers: list[ps.Client]) -> None:
     """Fragments are dealt out over all tables of a model."""
     sgd = partial(torch.optim.SGD, lr=1.0)
@@ -199,6 +201,7 @@ def test_parameters_in_another_memory_format_and_several_tables(workers: list[ps
     assert first[5][0] == second[5][0]
 
 
+@pytest.mark.thorough
 def test_synchronize_exchanges_the_whole_model(workers: list[ps.Client]) -> None:
     """Also in the middle of an outer step that is on its way."""
 
@@ -218,6 +221,7 @@ def test_synchronize_exchanges_the_whole_model(workers: list[ps.Client]) -> None
         assert is_same_history(first, second)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps", [6, 7])
 @pytest.mark.parametrize("consistency", ["bsp", "ssp:1", "asp"])
 def test_every_move_is_in_the_end(workers: list[ps.Client], consistency: str, steps: int) -> None:
@@ -241,6 +245,7 @@ def test_every_move_is_in_the_end(workers: list[ps.Client], consistency: str, st
         assert weight.eq(-steps * (1.0 if consistency == "bsp" else WORKERS)).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("consistency", "parts", "steps", "kept"),
     [
@@ -375,6 +380,7 @@ def test_settings_out_of_bounds_are_refused(given: dict[str, Any], message: str)
         ps.Outer(ADAMW, inner_steps=6, **given)
 
 
+@pytest.mark.thorough
 def test_workers_with_other_fragments_are_refused(workers: list[ps.Client]) -> None:
     name = new_name()
     Trainer(workers[0], name, ps.Outer(ADAMW, inner_steps=4, fragments=2))
@@ -382,6 +388,7 @@ def test_workers_with_other_fragments_are_refused(workers: list[ps.Client]) -> N
         Trainer(workers[1], name, ps.Outer(ADAMW, inner_steps=8, fragments=4))
 
 
+@pytest.mark.thorough
 def test_more_fragments_than_blocks_are_refused(workers: list[ps.Client]) -> None:
     outer = ps.Outer(ADAMW, inner_steps=6, fragments=6)
     with pytest.raises(ps.InvalidConfig, match=r"fragments is 6, and .* has 5 blocks of up to 128"):
@@ -409,6 +416,7 @@ def test_fragments_in_fewer_bits_train_as_well(workers: list[ps.Client], codec: 
     assert loss(codec) < 1.5 * plain
 
 
+@pytest.mark.thorough
 def test_a_live_change_of_consistency_and_a_group_that_is_added(workers: list[ps.Client]) -> None:
     """While an outer step is on its way: both workers go on, and end with one model."""
 
@@ -433,6 +441,7 @@ def test_a_live_change_of_consistency_and_a_group_that_is_added(workers: list[ps
     assert is_same(first, second)
 
 
+@pytest.mark.thorough
 def test_a_script_that_ends_while_an_outer_step_is_on_its_way_holds_nobody() -> None:
     with ps.local_cluster(servers=1, workers=WORKERS) as cluster:
 
@@ -485,6 +494,7 @@ def test_a_wait_that_expires_is_taken_up_again() -> None:
         assert all(model.weight.eq(-3.0).all() for model in models)
 
 
+@pytest.mark.thorough
 def test_fragments_with_backup_workers_are_refused(workers: list[ps.Client]) -> None:
     """A worker that is left out would not learn how far the others are."""
     with pytest.raises(ps.InvalidConfig, match="fragments is 3 with bsp:backup=1"):

@@ -12,6 +12,7 @@ from tests.integration.command_line import ROOT, run_warm
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_example_trains(tmp_path: Path) -> None:

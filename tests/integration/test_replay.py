@@ -33,7 +33,7 @@ from tests.integration.logged_run import (
     logged_run,
 )
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.thorough]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,6 @@ def exported(path: Path, name: str) -> np.ndarray:
     return safetensors.torch.load_file(path)[f"{name}.weight"].numpy()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_newest_version_is_what_a_client_pulls(
     logged: LoggedRun, name: str, tmp_path: Path
@@ -63,7 +62,6 @@ def test_the_newest_version_is_what_a_client_pulls(
     assert made.tobytes() == logged.pulled[name].tobytes()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("which", [0, 1])
 def test_it_is_what_a_checkpoint_has(logged: LoggedRun, which: int, tmp_path: Path) -> None:
     """Parameters and what the optimizer keeps, in the middle and at the end."""
@@ -92,7 +90,6 @@ def test_a_clock_is_what_the_checkpoint_of_that_clock_has(
     assert made.read_bytes() == saved.read_bytes()
 
 
-@pytest.mark.thorough
 def test_every_step_has_a_version_with_its_loss(logged: LoggedRun, tmp_path: Path) -> None:
     (tmp_path / "judge.py").write_text(
         "def loss(tensors):\n"
@@ -127,7 +124,6 @@ def test_every_step_has_a_version_with_its_loss(logged: LoggedRun, tmp_path: Pat
     ]  # fmt: skip
 
 
-@pytest.mark.thorough
 def test_of_many_versions_some_are_shown(logged: LoggedRun, tmp_path: Path) -> None:
     command = ("replay", str(logged.logs), "--table", "bsp", "--json", "shown.json")
     for options, expected in (
@@ -145,7 +141,6 @@ def test_of_many_versions_some_are_shown(logged: LoggedRun, tmp_path: Path) -> N
     )  # fmt: skip
 
 
-@pytest.mark.thorough
 def test_a_torn_log_ends_where_it_is_torn(logged: LoggedRun, tmp_path: Path) -> None:
     """What is there is shown; a checkpoint of later is not what it has."""
     copied = Path(shutil.copytree(logged.logs, tmp_path / "logs"))
@@ -184,7 +179,6 @@ def test_a_damaged_log_is_an_error_that_says_where(logged: LoggedRun, tmp_path: 
     assert ended.stderr == f"pushpull: {where}: a frame is damaged: its checksum is another\n"
 
 
-@pytest.mark.thorough
 def test_another_update_is_seen(logged: LoggedRun, tmp_path: Path) -> None:
     """The last one of a server, of which one element is another; its frame is intact."""
     copied = Path(shutil.copytree(logged.logs, tmp_path / "logs"))
@@ -211,7 +205,6 @@ def test_another_update_is_seen(logged: LoggedRun, tmp_path: Path) -> None:
     assert "equal, bit for bit" in ended.stdout, "the other table"
 
 
-@pytest.mark.thorough
 def test_one_servers_log_is_not_the_whole_table(logged: LoggedRun, tmp_path: Path) -> None:
     one = str(logged.logs / "server-0")
     ended = run_here("replay", one, "--export", "model", "--table", "bsp", cwd=tmp_path)

@@ -20,7 +20,7 @@ from ps_runtime.launch.cluster_shape import CheckpointPlan, ClusterShape, Update
 from tests.integration.command_line import run_here
 from tests.integration.rows_alone import Rows
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.thorough]
 
 IDS, DIM = 600, 64
 NORM = 0.05
@@ -132,14 +132,12 @@ def check_export(logs: Path, pattern: str, pulled: Rows, cwd: Path) -> str:
     return ended.stderr
 
 
-@pytest.mark.thorough
 def test_the_newest_timeline_is_replayed(restored: Restored, tmp_path: Path) -> None:
     """It begins with the restored rows."""
     said = check_export(restored.logs, "users", restored.pulled[0], tmp_path)
     assert said == f"pushpull: 1 earlier runs in {restored.logs} are passed over\n"
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("which", [1, 2])
 def test_it_is_what_a_checkpoint_has(restored: Restored, which: int, tmp_path: Path) -> None:
     url = restored.checkpoints[which]
@@ -171,7 +169,6 @@ def test_a_clipped_gradient_has_the_norm_that_it_was_cut_to(
     assert all(0 < each["row_count"] <= 402 for each in versions)
 
 
-@pytest.mark.thorough
 def test_a_log_whose_beginning_is_gone_begins_with_snapshots(
     restored: Restored, tmp_path: Path
 ) -> None:

@@ -26,6 +26,8 @@ from ps_runtime.settings.environment import VARIABLES
 from pushpull.v1 import types_pb2
 from tests.tidy.source import PACKAGES, ROOT, files_under, python_sources
 
+pytestmark = pytest.mark.slow
+
 WRITTEN = (".md", ".yaml", ".yml", ".py", ".js", ".mjs", ".ts")
 
 VARIABLE = re.compile(r"\bPUSHPULL_[A-Z0-9_]*[A-Z0-9]\b")

@@ -10,6 +10,8 @@ from tests.tidy.layers import PURE_ROOMS
 from tests.tidy.rules import RULES
 from tests.tidy.source import parse, python_sources
 
+pytestmark = pytest.mark.slow
+
 MAX_ROOM_FILES = 20
 
 

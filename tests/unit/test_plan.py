@@ -280,6 +280,7 @@ def test_a_replica_takes_an_update_under_bsp_and_each_push_under_asp() -> None:
     ), "its work, and its bytes out and in"
 
 
+@pytest.mark.slow
 def test_more_servers_and_faster_links_are_never_slower() -> None:
     costs = replace(
         FREE, push={"none": Ends(0.3, 0.4)}, pull={"none": Ends(0.3, 0.2)}, update_s={"sgd": 0.1}
