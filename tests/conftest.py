@@ -12,9 +12,9 @@ from hypothesis.internal.conjecture import providers
 
 from ps_runtime.launch import launcher as launching
 from ps_runtime.system.collector import spared
+from tests.bytecode import compile_share
 from tests.integration.warm_roles import FORKER, begin_warm
 from tests.joining import SECRET
-from tests.rewriting import rewrite_share
 
 # The first example of a test may import torch or wait for the other core: wall time proves nothing.
 # Examples are few, and the same every time: what fails in one clone fails in all. `make fuzz` has
@@ -44,7 +44,7 @@ os.environ["PUSHPULL_JOIN_SECRET"] = SECRET
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """All that is imported and collected stays until the end: a third of the time it takes."""
-    rewrite_share(session.config)
+    compile_share(session.config)
     with spared():
         return (yield)
 

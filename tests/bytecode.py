@@ -1,11 +1,13 @@
-"""Test modules with their asserts rewritten, by several processes that each do a share.
+"""The bytecode of all modules, made by several processes that each do a share.
 
-pytest rewrites a module when it is imported, and keeps the bytecode. Its processes import all
-modules in one order, so in a fresh clone each of them would rewrite all.
+Python compiles a module when it is imported, and keeps the bytecode; pytest rewrites the asserts of
+test modules first. Its processes import all modules in one order, so in a fresh clone each of them
+would do it for all.
 """
 
 from __future__ import annotations
 
+import compileall
 import os
 import sys
 from pathlib import Path
@@ -21,9 +23,11 @@ from _pytest.assertion.rewrite import (
     try_makedirs,
 )
 
+_OTHERS = ("ps_*/**/*.py", "scheduler/**/*.py", "protos/**/*.py", "tests/**/*.py")
 
-def rewrite_share(config: pytest.Config) -> None:
-    """Rewrite the modules that are this process' to rewrite, of those that are to be collected."""
+
+def compile_share(config: pytest.Config) -> None:
+    """Compile this process' share of the modules: of all of ours, and of tests to be collected."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is None or sys.dont_write_bytecode:
         return
@@ -34,6 +38,10 @@ def rewrite_share(config: pytest.Config) -> None:
         cache = get_cache_dir(path)
         if try_makedirs(cache):
             _rewrite(path, cache / (path.stem + PYC_TAIL), config)
+    found = {path for pattern in _OTHERS for path in config.rootpath.glob(pattern)}
+    others = sorted(path for path in found if not path.name.startswith("test_"))
+    for path in others[place::count]:
+        compileall.compile_file(path, quiet=2)
 
 
 def _rewrite(path: Path, bytecode: Path, config: pytest.Config) -> None:
