@@ -1,13 +1,15 @@
-"""The bytecode of all modules, made by several processes that each do a share.
+"""Compiled code of all modules, made by several processes that each do a share.
 
 Python compiles a module when it is imported, and keeps the bytecode; pytest rewrites the asserts of
 test modules first. Its processes import all modules in one order, so in a fresh clone each of them
-would do it for all.
+would do it for all; so it is with the loops that numba compiles when they are imported.
 """
 
 from __future__ import annotations
 
 import compileall
+import fcntl
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -42,6 +44,13 @@ def compile_share(config: pytest.Config) -> None:
     others = sorted(path for path in found if not path.name.startswith("test_"))
     for path in others[place::count]:
         compileall.compile_file(path, quiet=2)
+    loops = [path for path in others if path.stem.endswith("_loops")]
+    for path in loops[place::count] + loops:
+        with path.open() as source:
+            fcntl.flock(source, fcntl.LOCK_EX)  # else a second process would compile it meanwhile
+            importlib.import_module(
+                ".".join(path.relative_to(config.rootpath).with_suffix("").parts)
+            )
 
 
 def _rewrite(path: Path, bytecode: Path, config: pytest.Config) -> None:
