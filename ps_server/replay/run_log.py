@@ -10,6 +10,8 @@ Rules:
     - A table that is not in the snapshot with which a range begins comes later, or was removed: of
       one that was there before, and of which nothing follows, the logs have nothing in that range.
     - Nobody saw the records of a term beyond the snapshot of the next: they are left out.
+    - A range that was placed anew has nothing of what it had before: that was of a removed run, or
+      nobody saw it.
     - Changes of one server are in the order of its log. Those of two are in the order of their
       frames' times, as far as VER-1 allows.
 """
@@ -289,6 +291,7 @@ class _Chain:
         self._first_orders: dict[int, int] = {}  # of the range's events, by log
         self._found: list[tuple[int, _Keyed]] = []  # by the number of their log record
         self._reached: dict[ShardKey, list[tuple[int, int, Done]]] = {}
+        self._past_tables: set[TableId] = set()  # which it had before it was placed anew
 
     def read(self, events: Sequence[_Event]) -> list[_Keyed]:
         """Changes of the range in their order, with their keys."""
@@ -308,11 +311,23 @@ class _Chain:
         return [keyed for _, keyed in self._found]
 
     def _mark(self, event: _Event, kind: FrameKind) -> None:
-        if kind is FrameKind.BEGIN and self._number is None:
-            self._number, self._has_all = event.number, True
+        if kind is FrameKind.BEGIN and (self._number is None or event.number < self._number):
+            self._begin(event)
         elif self._number is not None and self._number != event.number:
             self._refuse(event, f"it goes on from log record {event.number}, after {self._number}")
         self._term, self._is_cut = event.term, False
+
+    def _begin(self, event: _Event) -> None:
+        """Begin the range, or begin it anew: whoever placed it again knew of nothing in it."""
+        if self._number is not None:
+            self._run.notes.append(
+                f"range {self._range_id} was placed anew under epoch {event.term}: the "
+                f"{self._number} records before that are left out; they are of tables that were "
+                "removed, or nobody saw them"
+            )
+        self._past_tables.update(table_id for table_id, _ in self._reached)
+        self._found, self._reached, self._settings = [], {}, {}
+        self._number, self._has_all = event.number, True
 
     def _log_record(self, event: _Event, read: _ReadRecord) -> None:
         if self._number is None:
@@ -396,6 +411,8 @@ class _Chain:
 
     def _comes_later(self, table_id: TableId) -> bool:
         """True if a table of which the range has nothing was made after the range began."""
+        if table_id in self._past_tables:
+            return False
         logs, firsts = self._run.logs, self._first_orders.items()
         return self._has_all or any(
             logs[log].table_orders.get(table_id, -1) > first for log, first in firsts

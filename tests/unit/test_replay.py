@@ -495,6 +495,24 @@ def test_a_term_that_goes_on_from_another_record_is_an_error(tmp_path: Path) -> 
         read_run(tmp_path)
 
 
+def test_a_range_that_was_placed_anew_is_replayed_from_there(tmp_path: Path) -> None:
+    """Its run was removed, and a table of the next one has blocks there."""
+    following = replace(MODEL, table_id=TableId(2), spec=replace(MODEL.spec, name="next"))
+    before, after = Owner(LEFT), Owner(LEFT, following, term=6)
+    one, other = WrittenLog(tmp_path / "server-0"), WrittenLog(tmp_path / "server-1", following)
+    one.begin(before)
+    for clock in (1, 2):
+        one.record(before.update(clock))
+    other.begin(after)
+    other.record(after.update(1))
+    run = read_run(tmp_path)
+    assert set(run.reached) == {(TableId(2), LEFT)}
+    assert "range 0 was placed anew under epoch 6: the 2 records before" in run.notes[0]
+    again = Replay(run, [following])
+    assert numbers(again) == [0, 1]
+    check_all(again, after)
+
+
 def test_records_of_a_term_whose_begin_is_in_no_log_are_left_out(tmp_path: Path) -> None:
     owner = Owner(LEFT)
     log = WrittenLog(tmp_path)
