@@ -228,7 +228,7 @@ class ReplicatedRanges:
         for peer, beat in due.beats.items():
             link = self._links.find(peer)
             if link is not None:
-                link.send_first(beat_message(beat))
+                link.send_beat(beat_message(beat))
         for peer in due.useless:
             self._links.reset(peer)
         self.backup_requests = due.backup_requests

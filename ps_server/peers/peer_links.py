@@ -3,6 +3,9 @@
 The first message opens a stream, which is kept, and opened again when it breaks. Messages on their
 way are lost with it, and so are messages that are sent while there is none: the sender of records
 sends them again until they are acknowledged.
+
+Beats have a stream of their own, which opens and ends with the other: a grant must not wait for the
+values before its beat, which a backup may take seconds to take in.
 """
 
 from __future__ import annotations
@@ -67,6 +70,8 @@ class PeerLink:
             self._channel.stream_stream(REPLICATE)
         )
         self._news = asyncio.Event()
+        self._beat: bytes | None = None
+        self._beat_news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._call: ServerCall | None = None
         self._is_troubled = False
@@ -83,11 +88,12 @@ class PeerLink:
             self._queue.put(message, len(message))
         self._news.set()
 
-    def send_first(self, message: bytes) -> None:
-        """As `send`, before all other messages."""
+    def send_beat(self, message: bytes) -> None:
+        """As `send`, in place of a beat that was not written yet."""
         self.begin()
-        self._queue.put_first(message, len(message))
-        self._news.set()
+        if self._queue.is_open:
+            self._beat = message
+            self._beat_news.set()
 
     def reset(self) -> None:
         """Drop the stream with the messages that it has taken, and those that wait."""
@@ -128,7 +134,12 @@ class PeerLink:
             by_stream_port = await self._by_stream_port(port, stack) if port else None
             if by_stream_port is not None:
                 call.cancel()
-            await self._carry(by_stream_port or call, backoff, stack)
+                await self._carry(*by_stream_port, backoff)
+                return
+            beats = GrpcioCall(self._open_call())
+            stack.callback(beats.cancel)
+            await self._greeted(beats)
+            await self._carry(call, beats, backoff)
 
     async def _greeted(self, call: ServerCall) -> int:
         """Greet the peer, and wait for its greeting. Returns its stream port, 0 for none."""
@@ -149,16 +160,17 @@ class PeerLink:
 
     async def _by_stream_port(
         self, port: int, stack: contextlib.AsyncExitStack
-    ) -> ServerCall | None:
-        """The stream by the peer's stream port, if that serves. `stack` closes it."""
+    ) -> tuple[ServerCall, ServerCall] | None:
+        """Both streams by the peer's stream port, if that serves. `stack` closes them."""
         streams = await self._stream_port.connect(port, _GREETING_S)
         if streams is None:
             return None
         stack.callback(streams.close)
         try:
-            call = streams.call(REPLICATE)
+            calls = streams.call(REPLICATE), streams.call(REPLICATE)
             async with asyncio.timeout(_GREETING_S):
-                await self._greeted(call)
+                for call in calls:
+                    await self._greeted(call)
         except (grpc.RpcError, TimeoutError) as error:
             said = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no answer"
             self._stream_port.refuse(f"Replicate failed there: {said}")
@@ -166,19 +178,19 @@ class PeerLink:
             self._stream_port.refuse(error.message)
         else:
             self._stream_port.confirm()
-            return call
+            return calls
         return None
 
-    async def _carry(
-        self, call: ServerCall, backoff: Backoff, stack: contextlib.AsyncExitStack
-    ) -> None:
-        """Write queued messages and read answers, until the stream ends."""
+    async def _carry(self, call: ServerCall, beats: ServerCall, backoff: Backoff) -> None:
+        """Write messages and read answers, until one of the streams ends, and both with it."""
         self._call = call
         self._queue.is_open = True
-        stack.callback(call.cancel)
         self._reached()
         backoff.reset()
-        writer = asyncio.create_task(self._write(call))
+        beside = [
+            asyncio.create_task(each)
+            for each in (self._write(call), self._write_beats(beats), self._hear(beats, call))
+        ]
         try:
             self._listener.peer_opened(self.node.node_id)
             async for response in call:
@@ -186,10 +198,14 @@ class PeerLink:
         finally:
             self._call = None
             self._queue.end()
-            writer.cancel()
-            (end,) = await asyncio.gather(writer, return_exceptions=True)
-            if isinstance(end, Exception):  # else the reader alone says that the stream ended
-                logs.exception("peer_link_failed", end, server=self.node.node_id)
+            self._beat = None
+            call.cancel()
+            beats.cancel()
+            for each in beside:
+                each.cancel()
+            for end in await asyncio.gather(*beside, return_exceptions=True):
+                if isinstance(end, Exception):  # else the reader alone says that the stream ended
+                    logs.exception("peer_link_failed", end, server=self.node.node_id)
 
     async def _write(self, call: ServerCall) -> None:
         """Write queued messages. If the stream breaks, the reader reports why."""
@@ -203,6 +219,25 @@ class PeerLink:
         except Exception:
             call.cancel()  # else nobody would notice that nothing is written any more
             raise
+
+    async def _write_beats(self, beats: ServerCall) -> None:
+        """Write the newest beat. If the stream breaks, its reader ends both."""
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            while True:
+                await self._beat_news.wait()
+                self._beat_news.clear()
+                message, self._beat = self._beat, None
+                if message is not None:
+                    await beats.write((message,))
+
+    async def _hear(self, beats: ServerCall, call: ServerCall) -> None:
+        """Read grants, until their stream ends, and the other with it."""
+        try:
+            with contextlib.suppress(grpc.RpcError):
+                async for response in beats:
+                    self._listener.peer_said(self.node.node_id, response)
+        finally:
+            call.cancel()
 
     def _troubled(self, error: PushpullError) -> None:
         if not self._is_troubled:

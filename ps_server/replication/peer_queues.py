@@ -4,8 +4,8 @@
      |                        |
      +--no stream--> lost <---+ the stream ends
 
-Nothing waits for a stream that is not open: `PeerPacing.opened` says what it begins with. A beat
-goes before all other messages: the lease must not wait for values.
+Nothing waits for a stream that is not open: `PeerPacing.opened` says what it begins with. Beats are
+in no queue: the lease must not wait for values.
 """
 
 from __future__ import annotations
@@ -64,12 +64,6 @@ class PeerQueue(Generic[MessageT]):
         """Queue a message; it is lost if there is no stream."""
         if self.is_open:
             self._waiting.append((message, byte_count))
-            self.backlog.put(byte_count)
-
-    def put_first(self, message: MessageT, byte_count: int) -> None:
-        """As `put`, before all other messages."""
-        if self.is_open:
-            self._waiting.appendleft((message, byte_count))
             self.backlog.put(byte_count)
 
     def take(self) -> MessageT | None:

@@ -1,7 +1,8 @@
 """ReplicationService: messages of primaries to a server that backs up their ranges.
 
-One stream a primary. Its messages are taken in order, on the loop; acknowledgements and grants
-gather and leave together.
+The messages of a stream are taken in order, on the loop; acknowledgements and grants gather and
+leave together. A beat waits for the messages before it, so primaries send beats on streams of their
+own.
 
 Rules:
     - A stream that names another server is refused: the address may have been that one's, and one

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -26,27 +27,36 @@ from ps_core.cluster_view import (
 )
 from ps_core.errors import NotOwner
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
-from ps_core.sliced_work import at_once
+from ps_core.sliced_work import Work, at_once
 from ps_core.tables.table import Table
 from ps_runtime.cluster import wire
 from ps_runtime.grpc.channels import aio_channel
 from ps_runtime.grpc.errors import from_rpc_error
+from ps_runtime.http2.protocol.streams import MessagePiece
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.peers.node_replication import ReplicatedRanges, ReplicationSetting
-from ps_server.peers.peer_links import REPLICATE
+from ps_server.peers.peer_links import REPLICATE, PeerLink
 from ps_server.ranges.events import Contributor, Record
 from ps_server.ranges.range_copy import RangeDelta, WorkerFacts, fresh_copy
 from ps_server.ranges.server_machine import ServerMachine
 from ps_server.replication.lease import MAX_DRIFT
-from ps_server.replication.messages import Ack, Beat, LogRecord, RangeCopy, Snapshot
+from ps_server.replication.messages import Ack, Beat, Grant, LogRecord, RangeCopy, Snapshot
+from ps_server.replication.peer_queues import PeerQueue
 from ps_server.replication.range_roles import PLACED_EPOCH
 from ps_server.service.node import ParameterNode
 from ps_server.service.replication_service import ReplicationServicer, add_to_server
 from ps_server.stores import Shards
 from ps_server.values.mutations import Elements, Mutation, Put, SentAccumulator
 from ps_server.wire.replication_reader import ReplicationReader
-from ps_server.wire.replication_wire import SERVICE, answers_message, greeting_from
+from ps_server.wire.replication_wire import (
+    SERVICE,
+    answers_from,
+    answers_message,
+    beat_message,
+    greeting_from,
+    log_record_messages,
+)
 from pushpull.v1 import replication_pb2
 from tests.property.shard_twin import table
 
@@ -388,6 +398,64 @@ def test_a_stream_that_means_another_server_is_refused() -> None:
                 with pytest.raises(grpc.aio.AioRpcError, match="this is server 2") as refused:
                     await call.read()
                 assert isinstance(from_rpc_error(refused.value), NotOwner)
+        await server.stop(None)
+
+    asyncio.run(scenario())
+
+
+class _Heard:
+    """A primary's end of its streams."""
+
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+        self.answers: asyncio.Queue[Ack | Grant] = asyncio.Queue()
+
+    def peer_opened(self, peer: NodeId) -> None:
+        del peer
+        self.opened.set()
+
+    def peer_said(self, peer: NodeId, response: MessagePiece) -> None:
+        del peer
+        for answer in answers_from(response):
+            self.answers.put_nowait(answer)
+
+
+def test_the_lease_is_granted_while_a_backup_takes_something_in() -> None:
+    """A copy of gigabytes takes longer than a lease, and the record behind it waits."""
+
+    def taking_in(copy: Future[None]) -> Work[None]:
+        yield copy
+
+    async def scenario() -> None:
+        key, copy, heard = b"k" * 16, Future[None](), _Heard()
+        one, two = (
+            Session("cluster", b"t" * 16, node_id, Incarnation(node_id), Role.SERVER)
+            for node_id in (ONE, TWO)
+        )
+        metrics = ServerMetrics(CollectorRegistry())
+        node = ParameterNode(two, key, 1, metrics, lambda: 0.0)
+        at_once(node.replicate(ReplicationSetting(LEASE_S)).observing(view(1, PLACED_EPOCH)))
+        servicer = ReplicationServicer()
+        servicer.attach(node)
+        server = grpc.aio.server()
+        add_to_server(servicer, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        backup = Node(TWO, Incarnation(2), Role.SERVER, 0, f"127.0.0.1:{port}", NodeState.ALIVE)
+        caller = wire.session_to_proto(replace(one, token=one.signed(key)))
+        link = PeerLink(backup, caller, heard, PeerQueue())
+        async with asyncio.timeout(10):
+            link.begin()
+            await heard.opened.wait()
+            node.works.begin(taking_in(copy))
+            link.send_beat(beat_message(beat(PLACED_EPOCH)))
+            link.send(log_record_messages(record(1, put())))
+            assert await heard.answers.get() == Grant(0.0, (RANGE,))
+            link.send_beat(beat_message(beat(PLACED_EPOCH)._replace(sent_s=1.0)))
+            assert await heard.answers.get() == Grant(1.0, (RANGE,))
+            copy.set_result(None)
+            assert await heard.answers.get() == Ack(RANGE, 1, PLACED_EPOCH)
+        await link.close()
         await server.stop(None)
 
     asyncio.run(scenario())

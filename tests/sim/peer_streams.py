@@ -6,7 +6,8 @@
 
 A server whose peer has broken off a stream hears what came of it beside the next one: then two of
 one peer are at work at once. What waits for a stream, and what it begins with, is decided by the
-real `PeerQueue` and `PeerPacing`.
+real `PeerQueue` and `PeerPacing`. Beats and grants have a stream of their own beside it, which
+lasts as long.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ps_core.keys import NodeId
-from ps_server.replication.messages import LogRecord, Snapshot
+from ps_server.replication.messages import Beat, Grant, LogRecord, Snapshot
 from ps_server.replication.peer_queues import PeerQueue
 from tests.sim.world import NEVER_S, Link, World
 
@@ -137,6 +138,8 @@ class Stream:
         ends = sender.node_id, receiver.node_id
         self._there = Pipe(self.world, ends, self._came, self._is_stuck)
         self._back = Pipe(self.world, ends[::-1], self._said, self._is_stuck)
+        self._beats = Pipe(self.world, ends, self._came, self._is_stuck)
+        self._grants = Pipe(self.world, ends[::-1], self._said, self._is_stuck)
         self._parked: deque[object] | None = None
 
     @property
@@ -156,6 +159,10 @@ class Stream:
         self.on_its_way_bytes += size_of(message)
         self._there.put(message)
 
+    def beat(self, message: Beat) -> None:
+        """Put a beat on its way, which waits for nothing that was written."""
+        self._beats.put(message)
+
     def break_off(self) -> None:
         """For its sender it is over. What its receiver has heard of it, or may yet, is as it is."""
         draw = self.world.draw
@@ -163,7 +170,9 @@ class Stream:
         kept_count = draw.randint(0, self._there.count)
         late_s = draw.random() * self.world.faults.late_s
         self.world.counts["lost with a stream"] += self._there.break_off(kept_count, late_s)
+        self._beats.break_off(draw.randint(0, self._beats.count), late_s)
         self._back.break_off(0, 0.0)
+        self._grants.break_off(0, 0.0)
 
     def _is_stuck(self) -> None:
         self._link.break_off(self)
@@ -178,17 +187,19 @@ class Stream:
 
     def taken(self, message: object) -> None:
         """Its receiver begins to handle it."""
+        if isinstance(message, Beat):
+            return
         self.on_its_way_bytes -= size_of(message)
         self._link.pump()
 
     def answer(self, message: object) -> None:
         """Say it to the sender."""
         if not self.is_broken:
-            self._back.put(message)
+            (self._grants if isinstance(message, Grant) else self._back).put(message)
 
     def waits(self, message: object) -> bool:
-        """Whether it comes after what waits for a view; then it waits too."""
-        if self._parked is None:
+        """Whether it comes after what waits for a view; then it waits too. Beats do not."""
+        if self._parked is None or isinstance(message, Beat):
             return False
         self._parked.append(message)
         return True
@@ -257,11 +268,11 @@ class SimLink:
             self._queue.put(message, size_of(message))
         self.pump()
 
-    def send_first(self, message: object) -> None:
-        """See `PeerLink.send_first`."""
+    def send_beat(self, beat: Beat) -> None:
+        """See `PeerLink.send_beat`."""
         self.begin()
-        self._queue.put_first(message, size_of(message))
-        self.pump()
+        if self._stream is not None and not (self._owner.is_paused or self._owner.is_dead):
+            self._stream.beat(beat)
 
     def pump(self) -> None:
         """Write what waits, as far as the stream takes it."""

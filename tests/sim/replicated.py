@@ -331,7 +331,7 @@ class ReplicatedServer(SimServer):
         if beats is not None:
             for peer, beat in beats.beats.items():
                 if peer in self.links:
-                    self.links[peer].send_first(beat)
+                    self.links[peer].send_beat(beat)
             for peer in beats.useless:
                 self.links[peer].reset()
             self.asked = list(beats.backup_requests)
