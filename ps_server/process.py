@@ -296,7 +296,11 @@ class _Membership:
         recovered = None
         if settings.update_log is not None:
             recovered = await open_log(
-                settings.update_log, shards, request.kernel_fingerprint, settings.connect_deadline_s
+                settings.update_log,
+                shards,
+                request.kernel_fingerprint,
+                settings.connect_deadline_s,
+                self._server.set_waiting,
             )
             stack.push_async_callback(asyncio.to_thread, recovered.directory.close)
             request.update_log.CopyFrom(recovered.claim())

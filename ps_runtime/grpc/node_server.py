@@ -61,7 +61,7 @@ class NodeServer:
         )
         self.degraded = ""
         self.is_serving = False
-        self._unready = ""
+        self._unready = self._waits_for = ""
         self._is_stopped = False
         self._updates: set[asyncio.Task[None]] = set()
 
@@ -109,7 +109,9 @@ class NodeServer:
     @property
     def why_unready(self) -> str:
         """The reason why the node is not ready; empty: it is ready."""
-        return self._unready if self.is_serving else "not serving"
+        if self.is_serving:
+            return self._unready
+        return f"not serving: {self._waits_for}" if self._waits_for else "not serving"
 
     def set_unready(self, reason: str) -> None:
         """Set the reason in health and /readyz why other nodes cannot rely on this one alone. An
@@ -120,6 +122,10 @@ class NodeServer:
             self._unready = reason
             self._publish_soon()
         self._unready = reason
+
+    def set_waiting(self, reason: str) -> None:
+        """Set the reason in /readyz why the node does not serve yet; empty: none that it knows."""
+        self._waits_for = reason
 
     def _publish_soon(self) -> None:
         update = asyncio.get_running_loop().create_task(self._publish_health())

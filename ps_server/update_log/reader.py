@@ -15,7 +15,6 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,9 @@ from google.protobuf.message import DecodeError
 
 from ps_core.errors import InvalidUpdateLog
 from ps_core.keys import RangeId
+from ps_server.update_log.disk_stall import DiskOperations
 from ps_server.update_log.format import (
+    HEAD_BYTES,
     MAGIC,
     FrameKind,
     Head,
@@ -36,6 +37,7 @@ from ps_server.update_log.format import (
     is_intact,
     payload_at,
 )
+from ps_server.update_log.segment_file import SegmentFile
 from pushpull.v1 import update_log_pb2
 
 FORMAT_VERSION = 1
@@ -64,18 +66,23 @@ class LogFrame(NamedTuple):
 
 @dataclass(slots=True)
 class Segment:
-    """A mapped segment. `end` is the end of its whole frames, and `last_group` the begin of those
+    """A segment. `end` is the end of its whole frames, and `last_group` the begin of those
     that were written last: a synced log has synced everything before them.
     """
 
     number: int
     path: Path
     header: update_log_pb2.UpdateLogHeader
-    mapped: memoryview
+    file: SegmentFile
     end: int = 0
     last_group: int = 0
     is_torn: bool = False  # bytes lie behind its end
     has_ranges: bool = False  # it has something of a range, and not only its end
+
+    @property
+    def mapped(self) -> memoryview:
+        """See `SegmentFile`."""
+        return self.file.mapped
 
 
 @dataclass(slots=True)
@@ -106,8 +113,9 @@ class LogContents:
                 yield from _frames(segment, is_newest=segment is self.newest)
 
 
-def scan(paths: Mapping[int, Path]) -> LogContents:
-    """Find the segments and ranges of a log, from the heads of its frames. `paths` ascend.
+def scan(paths: Mapping[int, Path], operations: DiskOperations | None = None) -> LogContents:
+    """Find the segments and ranges of a log, from the heads of its frames. `paths` ascend, and
+    `operations` are those of this thread on the disk.
 
     Blocking: reads the heads.
 
@@ -117,7 +125,7 @@ def scan(paths: Mapping[int, Path]) -> LogContents:
     contents = LogContents()
     newest = max(paths, default=0)
     for number, path in paths.items():
-        segment = _mapped(number, path)
+        segment = _opened(number, path, operations or DiskOperations())
         if segment is None:
             if number != newest:
                 raise InvalidUpdateLog(f"{path}: it has no header, and is not the newest segment")
@@ -128,18 +136,22 @@ def scan(paths: Mapping[int, Path]) -> LogContents:
     return contents
 
 
-def _mapped(number: int, path: Path) -> Segment | None:
-    with path.open("rb") as file:
-        if not file.seek(0, 2):
-            return None
-        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+def _opened(number: int, path: Path, operations: DiskOperations) -> Segment | None:
+    file = SegmentFile(path, operations)
+    mapped = file.mapped
+    if not mapped:
+        return None
+    file.read(0, len(MAGIC) + HEAD_BYTES)
     magic = bytes(mapped[: len(MAGIC)])
     if magic != MAGIC[: len(mapped)] and any(magic):  # after a power cut there may be zeros
         raise InvalidUpdateLog(f"{path}: this is no segment of an update log of this version")
     head = None
     with contextlib.suppress(InvalidUpdateLog):
         head = head_at(mapped, len(MAGIC))
+    if head is not None:
+        file.read(len(MAGIC), len(MAGIC) + frame_bytes(head.length))
     if head is None or not is_intact(mapped, len(MAGIC), head):
+        file.read(0, len(mapped))
         if any(each.kind is not FrameKind.TABLE for each in intact_behind(mapped, 0, _RANGES)):
             raise InvalidUpdateLog(f"{path}: its header is damaged")
         return None
@@ -152,14 +164,14 @@ def _mapped(number: int, path: Path) -> Segment | None:
         raise InvalidUpdateLog(
             f"{path}: format version {header.format_version}; expected {FORMAT_VERSION}"
         )
-    return Segment(number, path, header, mapped)
+    return Segment(number, path, header, file)
 
 
 def _look_through(segment: Segment, starts: dict[RangeId, RangeStart], *, is_newest: bool) -> None:
     end, group = len(MAGIC), 0
     snapshot: RangeStart | None = None
     try:
-        for offset, head in _heads(segment.mapped):
+        for offset, head in _heads(segment.file, len(segment.mapped)):
             here, range_id = RangeStart(segment.number, offset), RangeId(head.range_id)
             segment.has_ranges |= head.kind not in _WITHOUT_RANGES
             if head.kind is FrameKind.SNAPSHOT:
@@ -183,17 +195,20 @@ def _look_through(segment: Segment, starts: dict[RangeId, RangeStart], *, is_new
         raise InvalidUpdateLog(f"{segment.path}: at byte {end}: the segment ends within a frame")
 
 
-def _heads(mapped: memoryview) -> Iterator[tuple[int, Head]]:
-    """The places and heads of whole frames."""
-    offset = len(MAGIC)
+def _heads(file: SegmentFile, end: int) -> Iterator[tuple[int, Head]]:
+    """The places and heads of whole frames before `end`."""
+    offset, mapped = len(MAGIC), file.mapped[:end]
+    file.read(offset, offset + HEAD_BYTES)
     while (head := head_at(mapped, offset)) is not None:
         yield offset, head
         offset += frame_bytes(head.length)
+        file.read(offset, offset + HEAD_BYTES)
 
 
 def _frames(segment: Segment, *, is_newest: bool) -> Iterator[LogFrame]:
     mapped, group = segment.mapped, 0
-    for offset, head in _heads(mapped[: segment.end]):
+    for offset, head in _heads(segment.file, segment.end):
+        segment.file.read(offset, offset + frame_bytes(head.length))
         if not is_intact(mapped, offset, head):
             is_torn = is_newest and segment.header.is_synced  # only a power cut leaves such ones
             if is_torn and not _goes_on(segment, offset, group):
@@ -214,6 +229,7 @@ def _goes_on(segment: Segment, offset: int, group: int) -> bool:
     broken frame, in the newest segment, is at `offset`; the one before is of `group`.
     """
     header = segment.header
+    segment.file.read(offset, len(segment.mapped))
     found = intact_behind(segment.mapped, offset, header.range_count)
     if not header.is_synced:
         return next(found, None) is not None

@@ -14,6 +14,9 @@ Rules:
       the system names by no id may be two.
     - Recovered values of another timeline than the cluster's are dropped.
     - A damaged log claims nothing; it is set aside, and another begins.
+    - A disk that does not answer while a log is read is said to be waited for. After `LOG_STALL_S`
+      its server ends, and the log is left as it is; the lock stays until the process is gone. Syncs
+      may take longer.
     - Ranges that are not claimed are withheld. Their segments stay beside the bound until each of
       them has ended (`logged_ranges`, LOG-2).
 """
@@ -21,24 +24,44 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
+from ps_core import limits
 from ps_core.cluster_view import Session
 from ps_core.errors import InvalidUpdateLog, Recovering
 from ps_core.keys import RangeId
 from ps_runtime.observe import logs
 from ps_runtime.system import clock
+from ps_runtime.system.disk import DISK, Disk
 from ps_server.replication.backup import Replica
 from ps_server.stores import Shards
 from ps_server.update_log.directory import LogDirectory, boot_id, segments_in
-from ps_server.update_log.reader import FORMAT_VERSION, LogContents, RangeStart, scan
+from ps_server.update_log.disk_stall import DiskOperations, DiskStall
+from ps_server.update_log.reader import (
+    FORMAT_VERSION,
+    LogContents,
+    RangeStart,
+    Segment,
+    scan,
+)
 from ps_server.update_log.recovered_ranges import replayed
 from ps_server.update_log.segments import LogSegments
 from ps_server.update_log.writer import LogSetting, UpdateLog
 from pushpull.v1 import scheduler_pb2
 from pushpull.v1.update_log_pb2 import UpdateLogHeader
+
+ResultT = TypeVar("ResultT")
+
+_SAID_S = 5.0
+"""A disk that is busy with one operation for so long is said to be waited for."""
+
+
+def _nothing(_: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,38 +130,136 @@ class RecoveredLog:
         return UpdateLog(self.directory, header, setting, segments, self.unsynced)
 
 
+class RecoveryMeans(NamedTuple):
+    """Means of a recovery: the disk, a clock, and the seconds between two looks at the disk."""
+
+    disk: Disk = DISK
+    now: Callable[[], float] = clock.now_s
+    look_s: float = 0.1
+
+
+_MEANS = RecoveryMeans()
+
+
 async def open_log(
-    path: Path, shards: Shards, kernel_fingerprint: str, deadline_s: float
+    path: Path,
+    shards: Shards,
+    kernel_fingerprint: str,
+    deadline_s: float,
+    told: Callable[[str], None] = _nothing,
+    means: RecoveryMeans = _MEANS,
 ) -> RecoveredLog:
     """Take a log's lock, waiting at most `deadline_s`, and `read_log`.
 
+    Args:
+        told: called with a reason while the disk does not answer, and with "" when it does.
+
     Raises:
         Recovering: another process still has the lock.
-        InvalidUpdateLog: no log can be kept there.
+        InvalidUpdateLog: no log can be kept there, or the disk does not answer.
     """
-    end_s = clock.now_s() + deadline_s
-    told = False
+    operations, waits = DiskOperations(), False
+    end_s = means.now() + deadline_s
+
+    def take() -> LogDirectory:
+        with operations.under_way():
+            return LogDirectory(path, means.disk)
+
+    def read() -> RecoveredLog:
+        directory.is_written = True  # by this thread, whoever waits for it
+        try:
+            return read_log(directory, shards, kernel_fingerprint, operations)
+        finally:
+            directory.is_written = False
+
+    reading = _Reading(path, operations, told, means)
     while True:
         try:
-            directory = await asyncio.to_thread(LogDirectory, path)
+            directory = await reading.done(take)
             break
         except Recovering as error:
             wait_s = error.retry_after_ms / 1000
-            if clock.now_s() + wait_s >= end_s:
+            if means.now() + wait_s >= end_s:
                 raise
-            if not told:
+            if not waits:
                 logs.warning("waiting_for_update_log", reason=error.message)
-                told = True
+                waits = True
             await asyncio.sleep(wait_s)
     try:
-        return await asyncio.to_thread(read_log, directory, shards, kernel_fingerprint)
+        return await reading.done(read)
     except BaseException:
         await asyncio.to_thread(directory.close)
         raise
 
 
-def read_log(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> RecoveredLog:
-    """Recover a log's ranges into stores, which are empty.
+class _Reading:
+    """A thread that reads a log, and a loop that looks at its disk. The thread, which may wait for
+    ever, keeps no process from ending.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        operations: DiskOperations,
+        told: Callable[[str], None],
+        means: RecoveryMeans,
+    ) -> None:
+        self._path, self._operations = path, operations
+        self._told, self._means = told, means
+
+    async def done(self, call: Callable[[], ResultT]) -> ResultT:
+        """Make a call in the thread; its result.
+
+        Raises:
+            InvalidUpdateLog: the disk does not answer.
+        """
+        ended: Future[ResultT] = Future()
+
+        def run() -> None:
+            try:
+                ended.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - it is raised below
+                ended.set_exception(error)
+
+        threading.Thread(target=run, name="update-log-reader", daemon=True).start()
+        end, operations = asyncio.wrap_future(ended), self._operations
+        stall, is_told = DiskStall(), False
+        while not (await asyncio.wait((end,), timeout=self._means.look_s))[0]:
+            is_too_long = stall.is_too_long(operations.current, self._means.now())
+            if is_told != (stall.lasts_s >= _SAID_S):
+                is_told = not is_told
+                self._tell(waits=is_told)
+            if is_too_long and not operations.may_last:
+                problem = f"the disk does not answer for {limits.LOG_STALL_S:g} s"
+                raise _unreadable(self._path, problem)
+        if is_told:
+            self._tell(waits=False)
+        return end.result()
+
+    def _tell(self, *, waits: bool) -> None:
+        if waits:
+            self._told(f"the disk of the update log in {self._path} does not answer")
+            logs.warning("waiting_for_log_disk", path=str(self._path), for_s=_SAID_S)
+        else:
+            self._told("")
+            logs.info("log_disk_answers", path=str(self._path))
+
+
+def _unreadable(path: Path, problem: object) -> InvalidUpdateLog:
+    return InvalidUpdateLog(
+        f"{path}: the update log cannot be continued: {problem}. It is left as it is: start the "
+        "server again when the disk is well, or with another, empty directory"
+    )
+
+
+def read_log(
+    directory: LogDirectory,
+    shards: Shards,
+    kernel_fingerprint: str,
+    operations: DiskOperations | None = None,
+) -> RecoveredLog:
+    """Recover a log's ranges into stores, which are empty. `operations` are those of this thread on
+    the disk.
 
     Blocking: reads the log from the first segment that is needed.
 
@@ -146,30 +267,32 @@ def read_log(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -
         InvalidUpdateLog: the log is damaged and cannot be set aside, or the disk cannot be read.
     """
     try:
-        return _read(directory, shards, kernel_fingerprint)
+        return _read(directory, shards, kernel_fingerprint, operations or DiskOperations())
     except OSError as error:
-        raise InvalidUpdateLog(
-            f"{directory.path}: the update log cannot be continued: {error}. It is left as it is: "
-            "start the server again when the disk is well, or with another, empty directory"
-        ) from error
+        raise _unreadable(directory.path, error) from error
 
 
-def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> RecoveredLog:
+def _read(
+    directory: LogDirectory, shards: Shards, kernel_fingerprint: str, operations: DiskOperations
+) -> RecoveredLog:
     begin_s = clock.now_s()
-    paths = segments_in(directory.path)
-    sizes = {number: path.stat().st_size for number, path in paths.items()}
+    with operations.under_way():
+        paths = segments_in(directory.path)
+        sizes = {number: path.stat().st_size for number, path in paths.items()}
     boot = boot_id()
     nothing = RecoveredLog(directory, b"", {}, {}, sizes, kernel_fingerprint, boot)
     try:
-        contents = scan(paths)
+        contents = scan(paths, operations)
         # A segment whose writer died when it began it would be damage once newer ones follow.
         for number in paths.keys() - contents.segments.keys():
-            directory.disk.remove(directory.segment(number))
+            with operations.under_way():
+                directory.disk.remove(directory.segment(number))
             del sizes[number]
         claim = claimable(contents, directory.log_id, boot, kernel_fingerprint)
         is_another = not (claim.is_whole or directory.is_new)
         if is_another:
-            directory.renew()
+            with operations.under_way():
+                directory.renew()
         if is_another or claim.withheld:
             _warn_of(claim)
         newest = contents.newest
@@ -181,15 +304,14 @@ def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> R
             if segment.header.log_id == directory.log_id and not segment.header.is_synced
         )
         replicas = replayed(replace(contents, starts=claim.starts), shards)
-        if newest.header.is_synced:
-            directory.make_durable(newest.number, newest.mapped[: newest.end], newest.last_group)
-        elif newest.is_torn:
-            directory.cut(newest.number, newest.end)
+        with operations.under_way(may_last=True):
+            _make_durable(directory, newest)
     except InvalidUpdateLog as error:
         logs.error("update_log_damaged", reason=error.message)
         for range_id in {range_id for _, range_id in shards.stores}:
             shards.remove(range_id)
-        directory.set_aside()
+        with operations.under_way():
+            directory.set_aside()
         return replace(nothing, sizes={})
     found = replace(
         nothing,
@@ -210,6 +332,14 @@ def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> R
     )
     segments = {range_id: start.segment for range_id, start in claim.starts.items()}
     return replace(found, replicas=replicas, segments=segments)
+
+
+def _make_durable(directory: LogDirectory, newest: Segment) -> None:
+    """Have the disk take what the log goes on from, and nothing behind it."""
+    if newest.header.is_synced:
+        directory.make_durable(newest.number, newest.mapped[: newest.end], newest.last_group)
+    elif newest.is_torn:
+        directory.cut(newest.number, newest.end)
 
 
 def _warn_of(claim: Claimable) -> None:

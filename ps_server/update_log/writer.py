@@ -19,7 +19,6 @@ Everything but the thread belongs to one event loop.
 from __future__ import annotations
 
 import asyncio
-import math
 import queue
 import threading
 import time
@@ -34,15 +33,13 @@ from ps_runtime.observe import logs
 from ps_runtime.system import clock
 from ps_runtime.system.disk import Disk, WriteBehind
 from ps_server.update_log.directory import LogDirectory
+from ps_server.update_log.disk_stall import DiskStall
 from ps_server.update_log.format import MAGIC, FrameKind, Head, frame_bytes, packed, padding
 from ps_server.update_log.segments import LogSegments
 from pushpull.v1 import update_log_pb2
 
 _PIECES_BYTES = 8 * 1024 * 1024
 """A snapshot is written in operations of so many bytes, or little more."""
-
-_MOST_LOOK_S = 1.0
-"""Time that counts between two looks: beyond it the server was paused, and its disk with it."""
 
 _LOOK_S = 0.1
 
@@ -136,7 +133,7 @@ class UpdateLog:
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._writer = _Writer(directory, setting.is_synced, self._queue, self._said)
-        self._stall = _Stall(self._writer)
+        self._stall = DiskStall()
         for number in unsynced if setting.is_synced else ():
             self._queue.put(_UnsyncedSegment(number))
         self._next_segment()
@@ -195,7 +192,7 @@ class UpdateLog:
 
     def look(self, now_s: float) -> None:
         """See that the disk goes on; to be called several times a second."""
-        if self._stall.lasts(now_s):
+        if self._stall.is_too_long(self._writer.operation, now_s):
             self._fail(
                 _problem(self._directory, f"the disk does not answer for {limits.LOG_STALL_S:g} s")
             )
@@ -209,7 +206,9 @@ class UpdateLog:
         await asyncio.to_thread(self._end)
 
     def _end(self) -> None:
-        while self._writer.is_alive() and not self._stall.lasts(clock.now_s()):
+        while self._writer.is_alive():
+            if self._stall.is_too_long(self._writer.operation, clock.now_s()):
+                break
             self._writer.join(_LOOK_S)
         self._directory.close()
 
@@ -345,24 +344,6 @@ class _Writer(threading.Thread):
             self._offset += self._disk.write_all(self._descriptor, pieces, self._offset)
             for window in self._behind.written(self._offset):
                 self._disk.let_go(self._descriptor, *window)
-
-
-class _Stall:
-    """Time for which a writer is in one operation of the disk, as seen from outside its thread."""
-
-    def __init__(self, writer: _Writer) -> None:
-        self._writer = writer
-        self._operation = 0
-        self._looked_s = -math.inf
-        self._lasts_s = 0.0
-
-    def lasts(self, now_s: float) -> bool:
-        """True if it lasts too long; to be called several times a second."""
-        operation, passed_s = self._writer.operation, min(now_s - self._looked_s, _MOST_LOOK_S)
-        is_same = operation and operation == self._operation
-        self._lasts_s = self._lasts_s + passed_s if is_same else 0.0
-        self._operation, self._looked_s = operation, now_s
-        return self._lasts_s >= limits.LOG_STALL_S
 
 
 def _size(item: LogItem) -> int:

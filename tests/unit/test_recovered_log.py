@@ -14,6 +14,7 @@ import pytest
 
 from ps_core import limits
 from ps_core.cluster_view import Role, Session
+from ps_core.errors import InvalidUpdateLog, Recovering
 from ps_core.keys import Incarnation, NodeId
 from ps_runtime.system.disk import Disk
 from ps_server.lane.lane_socket import SharedLanes
@@ -21,7 +22,14 @@ from ps_server.replay.run_log import read_run
 from ps_server.stores import Shards
 from ps_server.update_log.directory import LogDirectory, boot_id, segments_in
 from ps_server.update_log.format import MAGIC
-from ps_server.update_log.recovery import RecoveredLog, durable_segments, open_log, read_log
+from ps_server.update_log.reader import scan
+from ps_server.update_log.recovery import (
+    RecoveredLog,
+    RecoveryMeans,
+    durable_segments,
+    open_log,
+    read_log,
+)
 from pushpull.v1.update_log_pb2 import UpdateLogHeader
 from tests.unit.written_logs import LEFT, RIGHT, Owner, SyncedLog, WrittenLog
 
@@ -328,3 +336,74 @@ def test_a_torn_end_is_off_the_disk_before_another_segment_is_on_it(tmp_path: Pa
         disk.sizes.clear()
         read_log(directory, Shards(SharedLanes(), {}), "")
     assert disk.sizes == [whole_bytes] == [log.newest.stat().st_size]
+
+
+# --- a disk that does not answer
+
+
+class SlowStart:
+    """A server that starts with a segment whose first byte does not come, until it is let come. It
+    looks twice a second, by a clock that stands once `until_told` and it has said that it waits.
+    """
+
+    def __init__(self, path: Path, *, until_told: bool = False) -> None:
+        self.path = path
+        self.told: list[str] = []
+        self._pipe = path / "00000001.log"
+        os.mkfifo(self._pipe)
+        self._until_told = until_told
+        self._now_s = 0.0
+
+    def _now(self) -> float:
+        self._now_s += 0.0 if self.told and self._until_told else 0.5
+        return self._now_s
+
+    def _tell(self, reason: str) -> None:
+        self.told.append(reason)
+        if reason and self._until_told:
+            self.answer()
+
+    def answer(self) -> None:
+        """The disk answers: there is nothing in the segment."""
+        os.close(os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK))
+
+    def opened(self) -> RecoveredLog:
+        means = RecoveryMeans(now=self._now, look_s=0.001)
+        shards = Shards(SharedLanes(), {})
+        return asyncio.run(open_log(self.path, shards, "", DEADLINE_S, self._tell, means))
+
+
+def test_a_disk_that_does_not_give_a_log_is_waited_for_and_given_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It hung without a word. The lock stays, since the thread that reads may yet write."""
+    start = SlowStart(tmp_path)
+    refused = f"{tmp_path}: .* the disk does not answer for 20 s. It is left as it is: start the"
+    with pytest.raises(InvalidUpdateLog, match=refused):
+        start.opened()
+    assert start.told == [f"the disk of the update log in {tmp_path} does not answer"]
+    assert f"event=waiting_for_log_disk path={tmp_path} for_s=5" in caplog.text
+    with pytest.raises(Recovering, match="another server writes this update log"):
+        LogDirectory(tmp_path)
+    start.answer()
+
+
+def test_a_log_whose_disk_answers_late_is_gone_on_with(tmp_path: Path) -> None:
+    start = SlowStart(tmp_path, until_told=True)
+    recovered = start.opened()
+    assert start.told == [f"the disk of the update log in {tmp_path} does not answer", ""]
+    assert recovered.sizes == {}
+    recovered.directory.close()
+    LogDirectory(tmp_path).close()
+
+
+def test_a_segment_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    """A page that is not there would end the process with a signal."""
+    owner, log = Owner(LEFT), WrittenLog(tmp_path)
+    log.begin(owner)
+    for clock in range(1, 9):
+        log.record(owner.update(clock))
+    contents = scan(segments_in(tmp_path))
+    os.truncate(log.newest, 4096)
+    with pytest.raises(OSError, match=f"the file was cut at byte 4096: .*{log.newest.name}"):
+        list(contents.frames())

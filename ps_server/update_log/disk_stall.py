@@ -1,0 +1,71 @@
+"""Decides when the disk of an update log does not answer (SEMANTICS S13).
+
+    an operation begins --looked at, now and then--> it ends
+                             +-- lasts for `LOG_STALL_S` --> the log has failed
+
+Rules:
+    - Only time in which the server was awake counts: of the time between two looks at most
+      `_MOST_LOOK_S`. A server that is paused does not ask its disk for anything.
+    - A disk that goes on, however slowly, answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ps_core import limits
+
+_MOST_LOOK_S = 1.0
+
+
+class DiskStall:
+    """Time for which a disk is busy with one operation, as seen by another thread."""
+
+    def __init__(self) -> None:
+        self._operation = 0
+        self._looked_s = -math.inf
+        self._lasts_s = 0.0
+
+    @property
+    def lasts_s(self) -> float:
+        """Seconds for which it has lasted, as of the last look."""
+        return self._lasts_s
+
+    def is_too_long(self, operation: int, now_s: float) -> bool:
+        """True if it lasts too long; to be called several times a second.
+
+        Args:
+            operation: number of the operation that is under way; 0: none is.
+        """
+        passed_s = min(now_s - self._looked_s, _MOST_LOOK_S)
+        is_same = operation and operation == self._operation
+        self._lasts_s = self._lasts_s + passed_s if is_same else 0.0
+        self._operation, self._looked_s = operation, now_s
+        return self._lasts_s >= limits.LOG_STALL_S
+
+
+class DiskOperations:
+    """Operations of one thread on a disk, for another that looks at them.
+
+    Attributes:
+        current: the number of the operation that is under way; 0: none is.
+        may_last: True if it may take long without being stuck, such as a sync of much.
+    """
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.may_last = False
+        self._count = 0
+
+    @contextmanager
+    def under_way(self, *, may_last: bool = False) -> Iterator[None]:
+        """An operation, for as long as the body takes."""
+        self._count += 1
+        self.may_last = may_last
+        self.current = self._count
+        try:
+            yield
+        finally:
+            self.current = 0
