@@ -149,8 +149,10 @@ class Primary:
 
     @property
     def is_without_replicas(self) -> bool:
-        """True if no other server counts, and no decision waits except for more servers."""
-        is_done = self.log.is_drained or self.log.is_short
+        """True if no other server counts, and no decision waits except for more servers, or for a
+        snapshot of these values in the update log.
+        """
+        is_done = self.log.is_drained or self.log.is_short or self.log.needs_snapshot
         return not self.log.backups and not self._catching_up and is_done
 
     def replaced(self, *, is_last: bool) -> None:

@@ -29,12 +29,16 @@ class Server:
         backups: of the range, when it is placed.
     """
 
-    def __init__(self, *backups: NodeId, min_in_sync: int = 1) -> None:
+    def __init__(
+        self, *backups: NodeId, min_in_sync: int = 1, has_update_log: bool = False
+    ) -> None:
         first = replace(make_table(), restored_clock=4)
         second = replace(first, table_id=TableId(2), spec=replace(first.spec, name="second"))
         self.tables: tuple[Table, ...] = (first, second)
         self.machine = ServerMachine(ME, 1)
-        self.replication = Replication(ME, self.machine, LEASE_S, min_in_sync)
+        self.replication = Replication(
+            ME, self.machine, LEASE_S, min_in_sync, has_update_log=has_update_log
+        )
         self.ranges = RestoredRanges(self.machine.shards, self)
         self.number = 0
         self.see(PLACED_EPOCH, ME, *backups)
@@ -144,6 +148,26 @@ def test_what_waits_for_more_servers_does_not_keep_values_out() -> None:
     server.see(4, ME, OTHER)
     server.replication.primaries[RANGE].granted(OTHER, 0.0, 0.0)
     assert log.release(0.0) == ["an answer"]
+
+
+def test_what_waits_for_the_update_log_does_not_keep_values_out() -> None:
+    """A range that was taken over waits for a snapshot in it, which waits for the values."""
+    server = Server(has_update_log=True)
+    server.ranges.look()
+    primary = server.replication.primaries[RANGE]
+    primary.log.lose_logged_snapshot()
+    facts = fresh_copy(server.tables[0], range(4)).facts
+    primary.log.decide(TableId(1), RangeDelta(facts, (), (), ()), (), ["an answer"])
+    needs_snapshot = primary.needs_snapshot
+    assert not needs_snapshot
+    server.read(ONE)
+    server.read(TWO)
+    assert server.hand_over() == [TableId(1), TableId(2)]
+    assert primary.log.release(0.0) == []
+    assert primary.needs_snapshot
+    primary.log.begin_logged_snapshot()
+    primary.log.written(primary.log.number)
+    assert primary.log.release(0.0) == ["an answer"]
 
 
 def test_a_range_that_is_served_again_is_not_read_a_second_time_beside_the_first() -> None:
