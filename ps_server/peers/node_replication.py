@@ -216,6 +216,18 @@ class ReplicatedRanges:
             yield from self.logged.looking()
         return (yield from self.output.telling_prepared(self._now))
 
+    def check_log(self) -> None:
+        """Look at the update log; to be called several times a second, whatever is under way.
+
+        Raises:
+            InvalidUpdateLog: it has failed, and this server ends.
+        """
+        log = self.update_log
+        if log is not None:
+            log.look(self._now())
+            if log.failure is not None:
+                raise log.failure
+
     def keep_up(self) -> None:
         """Ask for the lease, and send unacknowledged records again; to be called at least ten times
         a lease, whatever is under way.
@@ -234,13 +246,12 @@ class ReplicatedRanges:
         self.backup_requests = due.backup_requests
 
     def going_on(self) -> Work[list[CommittedEffect]]:
-        """Send snapshots, and look at the log. Returns the effects that may be carried out now."""
+        """Send snapshots, and write those that the log needs. Returns the effects that may be
+        carried out now.
+        """
         yield from self._giving_snapshots()
         log = self.update_log
         if log is not None:
-            log.look(self._now())
-            if log.failure is not None:
-                raise log.failure
             yield from self.logged.looking()
             log.turn(self._shards.state_bytes)
         return self.output.release(self._now(), self.replication.primaries)

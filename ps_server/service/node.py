@@ -494,9 +494,14 @@ class ParameterNode:
         return sum(read.cause is cause for read in self._reads.values())
 
     def tick(self) -> None:
-        """Refuse expired pulls, form updates whose grace is over, exchange beats with backups."""
+        """Refuse expired pulls, form updates whose grace is over, exchange beats with backups.
+
+        Raises:
+            InvalidUpdateLog: the update log has failed, and this server ends.
+        """
         self.health.check()
         if self.replicas is not None:
+            self.replicas.check_log()
             self.replicas.keep_up()
         if not self._tick_waits:
             self._tick_waits = True

@@ -18,6 +18,7 @@ from tests.sim.test_lanes import LaneSimulation
 from tests.sim.test_late_tables import LateTableSimulation
 from tests.sim.test_loads import LoadSimulation
 from tests.sim.test_logs import LogSimulation
+from tests.sim.test_logs_beside import LogRestartSimulation, LogRestoreSimulation
 from tests.sim.test_loops import LoopSimulation
 from tests.sim.test_newcomers import NewcomerSimulation
 from tests.sim.test_passed_clocks import PassedClockSimulation
@@ -46,6 +47,8 @@ KINDS: dict[str, type[Simulation]] = {
     "away": AwaySimulation,
     "starts": RestartSimulation,
     "logs": LogSimulation,
+    "starts-logs": LogRestartSimulation,
+    "restores-logs": LogRestoreSimulation,
     "tables": LateTableSimulation,
     "effects": EffectSimulation,
     "pairs": TwoLostSimulation,
@@ -81,6 +84,8 @@ SHARES = {
     "away": 2,
     "starts": 3,
     "logs": 4,
+    "starts-logs": 10,
+    "restores-logs": 10,
     "tables": 5,
     "effects": 5,
     "pairs": 5,

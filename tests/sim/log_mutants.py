@@ -12,6 +12,7 @@ _LOGS = ("logs",)
 _LOG = "ps_server/replication/replication_log.py"
 _SEGMENTS = "ps_server/update_log/segments.py"
 _LOGGED = "ps_server/update_log/logged_ranges.py"
+_STALL = "ps_server/update_log/disk_stall.py"
 _REPLICATION = "ps_server/replication/range_roles.py"
 _CONFIGURATIONS = "scheduler/machine/configurations.py"
 _MEMBERSHIP = "scheduler/machine/membership.py"
@@ -90,6 +91,30 @@ LOG_MUTANTS = (
         _CLUSTER,
         "        if claim.timeline == self.settings.timeline:",
         "        if False:",
+        _LOGS,
+    ),
+    Mutant(
+        "a disk that does not answer is waited for",
+        "S13",
+        _STALL,
+        "        return self._lasts_s >= limits.LOG_STALL_S",
+        "        return False",
+        _LOGS,
+    ),
+    Mutant(
+        "a server that was paused gives its disk up",
+        "S13",
+        _STALL,
+        "        passed_s = min(now_s - self._looked_s, _MOST_LOOK_S)",
+        "        passed_s = now_s - self._looked_s",
+        _LOGS,
+    ),
+    Mutant(
+        "a slow disk is given up",
+        "S13",
+        _STALL,
+        "        is_same = operation and operation == self._operation",
+        "        is_same = operation and self._operation",
         _LOGS,
     ),
 )

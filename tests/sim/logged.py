@@ -18,6 +18,7 @@ from ps_server.replication.output_commit import CommittedEffect, OutputCommit
 from ps_server.replication.peer_pacing import PeerPacing
 from ps_server.replication.range_roles import Replication
 from ps_server.replication.replication_log import RangeLog
+from ps_server.update_log.disk_stall import DiskStall
 from ps_server.update_log.format import FrameKind
 from ps_server.update_log.logged_ranges import LoggedRanges
 from ps_server.update_log.segments import LogSegments
@@ -36,6 +37,15 @@ BASES_TAKE_S = (0.0, 1.0, 6.0)
 """At most, before there is room for the next, in a seed: of a large model they come one by one, and
 updates are in the log before most of them.
 """
+
+CRAWLS_S = 6.0
+"""What each operation of a slow disk takes: less than a disk may."""
+
+EARLY_S = 5.0
+"""By how much a disk may be given up sooner: of a pause a look counts a second."""
+
+LATE_S = 1.5
+"""And later: the first look sees an operation, and it looks four times a second."""
 
 KINDS = {
     "begin": FrameKind.BEGIN,
@@ -77,6 +87,8 @@ class SimLog:
         self._delay_s = world.draw.choice((0.001, 0.05, 0.5))
         self._bases_take_s = world.draw.choice(BASES_TAKE_S)
         self._base_until_s = 0.0
+        self._answers_s = self._crawls_until_s = 0.0
+        self._written_count = 0
 
     @property
     def is_busy(self) -> bool:
@@ -86,6 +98,35 @@ class SimLog:
     @property
     def lagging(self) -> Sequence[RangeId]:
         return self.segments.lagging
+
+    # --- its disk
+
+    def stall(self, for_s: float) -> None:
+        """Its disk takes what it is given, and answers nothing for a while."""
+        self._answers_s = max(self._answers_s, self.world.now_s + for_s)
+
+    def crawl(self, for_s: float) -> None:
+        """Its disk answers, one operation after the other, each of which takes its time."""
+        self._crawls_until_s = self.world.now_s + for_s
+
+    def be_well(self) -> None:
+        """Its disk answers at once."""
+        self._answers_s = self._crawls_until_s = self.world.now_s
+        writer = self.writer
+        for _ in self._pending:
+            self.world.after(0.0, lambda: self._write(writer))
+
+    @property
+    def answers_within_s(self) -> float:
+        """Until its disk answers."""
+        return max(0.0, self._answers_s - self.world.now_s)
+
+    @property
+    def operation(self) -> int:
+        """As of `UpdateLog`: the number of what its disk is busy with; 0: nothing."""
+        return self._written_count + 1 if self._pending else 0
+
+    # --- what is written
 
     def begin(self, log: RangeLog) -> None:
         self._append("begin", log.range_id, log.term, log.assignment_epoch, log.released)
@@ -145,7 +186,13 @@ class SimLog:
         """The thread of the server gets on, paused or not is another matter."""
         if writer is None or writer is not self.writer or not self._pending:
             return
+        if self.answers_within_s:
+            self.world.after(self.answers_within_s, lambda: self._write(writer))
+            return
+        if self.world.now_s < self._crawls_until_s:
+            self._answers_s = self.world.now_s + CRAWLS_S
         frame = self._pending.popleft()
+        self._written_count += 1
         self.frames.append(frame)
         writer.heard_of_log(frame)
 
@@ -242,10 +289,12 @@ class LoggedServer(ReplicatedServer):
         settings: Settings,
         worker_count: int,
         place: Place,
-        log: SimLog,
     ) -> None:
-        self.log = log
-        self._later: list[Callable[[], None]] = []
+        assert isinstance(place.log, SimLog)
+        self.log = place.log
+        self.on_log_failure: Callable[[LoggedServer], None] = lambda _: None
+        self._stall = DiskStall()
+        self._disk_busy = 0, 0.0
         super().__init__(world, node_id, settings, worker_count, place)
 
     def _replicate(self, min_in_sync: int) -> None:
@@ -262,6 +311,30 @@ class LoggedServer(ReplicatedServer):
         self.pacing = PeerPacing(self.replication, LEASE_S, self.queues)
         self.logged = LoggedRanges(self.log, self.replication, self.output)
         self.log.open(self)
+
+    # --- its disk
+
+    def _check_log(self) -> None:
+        """As `ReplicatedRanges.check_log`: a server whose log has failed ends."""
+        busy_s = self._disk_busy_s()
+        if self._stall.is_too_long(self.log.operation, self.now_s):
+            assert busy_s > limits.LOG_STALL_S - EARLY_S, (
+                f"S13: server {self.node_id} gives a disk up that was busy for {busy_s:.1f} s"
+            )
+            self.on_log_failure(self)
+            return
+        assert busy_s < limits.LOG_STALL_S + LATE_S, (
+            f"LIVE: server {self.node_id} has waited {busy_s:.1f} s for its disk, and so has who "
+            "waits for its ranges"
+        )
+
+    def _disk_busy_s(self) -> float:
+        """For how long its disk is busy with one operation, but for pauses, by the world's time."""
+        awake_s, (operation, since_s) = self.world.now_s - self.paused_s, self._disk_busy
+        if self.log.operation != operation or not operation:
+            since_s = awake_s
+        self._disk_busy = self.log.operation, since_s
+        return awake_s - since_s
 
     def recover(self, blocks: Callable[[TableId, RangeId], ShardCopy]) -> None:
         """Before the first view: what the log has."""

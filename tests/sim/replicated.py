@@ -65,6 +65,7 @@ class Place(NamedTuple):
     peers: dict[NodeId, ReplicatedServer]
     watch: Watch
     min_in_sync: int
+    log: Any = None  # a `SimLog`
 
 
 class ReplicatedServer(SimServer):
@@ -224,6 +225,9 @@ class ReplicatedServer(SimServer):
         at_once(self._doing(effects))
         yield from self._serving()
 
+    def _check_log(self) -> None:
+        """As `ReplicatedRanges`: it may have failed."""
+
     def _lost(self, range_ids: Sequence[RangeId]) -> None:
         """Nothing of these is here any more."""
 
@@ -311,6 +315,8 @@ class ReplicatedServer(SimServer):
         self.output.forget_tables(table_ids)
 
     def _tick(self) -> None:
+        if not (self.is_dead or self.is_paused):
+            self._check_log()
         if self.is_dead or self.is_paused:
             self.world.counts["ticks of servers"] += 1
             self.world.after(TICK_S, self._tick)

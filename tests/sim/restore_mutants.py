@@ -74,6 +74,15 @@ RESTORE_MUTANTS = (
         _RESTORES,
     ),
     Mutant(
+        "a restored range waits for a log that waits for it",
+        "S10",
+        "ps_server/replication/primary.py",
+        " or self.log.needs_snapshot",
+        "",
+        ("restores-logs",),
+        first_seed=63016,
+    ),
+    Mutant(
         "who joins a restored model puts its tables at one clock",
         "S10",
         "ps_worker/steps/steps.py",

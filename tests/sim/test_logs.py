@@ -10,15 +10,16 @@ from typing import ClassVar
 
 import pytest
 
-from ps_core.cluster_view import ClusterView, Role
+from ps_core.cluster_view import ClusterView, Role, Session
 from ps_core.errors import InvalidConfig, Recovering
 from ps_core.keys import NodeId
 from ps_core.tables.table import Table
+from scheduler.machine.cluster import Decision
 from scheduler.machine.state import Registration, UpdateLogClaim
 from tests.sim.calamities import Plan
 from tests.sim.logged import LoggedServer, SimLog, fresh_part
 from tests.sim.replicated import Place, ReplicatedServer
-from tests.sim.test_failover import FailoverSimulation
+from tests.sim.stalls import StallingSimulation
 from tests.sim.test_simulation import WORKERS, run_seeds
 
 pytestmark = pytest.mark.slow
@@ -31,20 +32,20 @@ REBOOTED = 0.3
 AGAIN_AFTER_S = (0.2, 1.0, 5.0)
 
 
-class LogSimulation(FailoverSimulation):
+class LogSimulation(StallingSimulation):
     """One seed in which every server keeps a log, and whoever is killed comes back."""
 
     often: ClassVar[frozenset[str]] = frozenset({
         "fault: killed", "servers restarted", "ranges read from a log", "log snapshots",
         "frames let go", "ranges ended in a log", "lost", "duplicated", "checkpoints",
         "came back without its ranges", "came back with its ranges", "gone",
-        "killed again", "frames of the taken over",
+        "killed again", "frames of the taken over", "disks stalled", "disks stalled for long",
+        "disks crawled", "logs given up", "waited for a disk to come back",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({"frames lost", "withheld ranges ended"})
     medians: ClassVar[dict[str, int]] = {"messages": 1_500, "servers restarted": 1}
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
-        self.logs: list[SimLog] = []
         self.next_log: SimLog | None = None
         self._boots = random.Random(f"boots of {seed}")
         self._least_in_sync = random.Random(f"in sync of {seed}").choice((1, 2))
@@ -69,7 +70,10 @@ class LogSimulation(FailoverSimulation):
     def made(self, node_id: NodeId, place: Place) -> ReplicatedServer:
         """A server, with its log."""
         log = self.next_log or self.logs[len(self.servers)]
-        return LoggedServer(self.world, node_id, self.layout.settings, WORKERS, place, log)
+        place = place._replace(log=log)
+        made = LoggedServer(self.world, node_id, self.layout.settings, WORKERS, place)
+        made.on_log_failure = self.log_failed
+        return made
 
     def may_lose(self, server: ReplicatedServer, *, for_good: bool) -> bool:
         """Whoever is killed comes back. Where others have copies too it is one at a time, as
@@ -85,7 +89,7 @@ class LogSimulation(FailoverSimulation):
         server.kill()
         server.log.crash()
         after_s = self.world.draw.choice(WHILE_DEAD_S) * (0.5 + self.world.draw.random())
-        self.world.after(after_s, lambda: self._come_back(server))
+        self.world.after(after_s, lambda: self._come_with_log(server))
 
     def restart(self) -> None:
         """Nobody else comes."""
@@ -94,8 +98,13 @@ class LogSimulation(FailoverSimulation):
         """Whether its machine was started again: others have its ranges then."""
         return self.plan.replica_count > 1 and self._boots.random() < REBOOTED
 
-    def _come_back(self, dead: LoggedServer, *, has_booted: bool = False) -> None:
+    def _come_with_log(self, dead: LoggedServer, *, has_booted: bool = False) -> None:
         log, number = dead.log, len(self.servers)
+        if log.answers_within_s:  # it cannot be read, nor may its lock be free
+            self.world.counts["waited for a disk to come back"] += 1
+            again_s = log.answers_within_s + 0.01
+            self.world.after(again_s, lambda: self._come_with_log(dead, has_booted=has_booted))
+            return
         node = self.scheduler._state.members[dead.node_id].registration
         if not has_booted and self._reboots():
             log.reboot()
@@ -105,15 +114,27 @@ class LogSimulation(FailoverSimulation):
             update_log=log.claim(),
             waited_s=0.0,
         )
+        self._register_with(dead, asking)
+
+    def _register_with(self, dead: LoggedServer, asking: Registration) -> None:
         try:
             decision = self.scheduler.register(asking, self.world.now_s)
         except (Recovering, InvalidConfig):  # under another id it may be too early for its address
-            self.world.after(1.0, lambda: self._come_back(dead, has_booted=True))
-            return
+            self.world.after(1.0, lambda: self._come_with_log(dead, has_booted=True))
+        else:
+            self._comes_with_log(dead.log, decision)
+
+    @property
+    def told_view(self) -> ClusterView:
+        """The newest view that anybody was told."""
+        view: ClusterView = self.scheduler.view
+        return view
+
+    def _comes_with_log(self, log: SimLog, decision: Decision[Session]) -> None:
         self.next_log = log
         self.join(decision)
         self.next_log = None
-        view = self.scheduler.view
+        view = self.told_view
         self.servers[decision.reply.node_id].observe(view)  # before it serves at all
         mine = [r for r in view.ranges if r.primary == decision.reply.node_id]
         counts = self.world.counts

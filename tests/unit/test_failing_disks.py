@@ -9,6 +9,7 @@ import errno
 import itertools
 import os
 import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from ps_core import limits
 from ps_core.cluster_view import Role, Session
 from ps_core.errors import InvalidCheckpoint, InvalidUpdateLog, Recovering
 from ps_core.keys import Incarnation, NodeId, RangeId
+from ps_core.work import Work
 from ps_runtime.checkpoint.part_file import StoredWorker
 from ps_runtime.checkpoint.part_writer import (
     PartWriter,
@@ -152,6 +154,32 @@ def test_a_log_whose_disk_does_not_answer_has_failed(tmp_path: Path) -> None:
 
     asyncio.run(scene())
     assert recovered(path).recovered_log.is_claimed
+
+
+def test_a_failed_log_ends_a_server_whatever_that_is_at(tmp_path: Path) -> None:
+    """What it is at may wait for the same disk, and would keep its ranges for as long."""
+    disk = BrokenDisk()
+
+    def waiting(for_what: Future[None]) -> Work[None]:
+        yield for_what
+
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting(is_synced=True, disk=disk))
+        await server.push(1)
+        disk.is_broken = True
+        await server.push(2, waits=False)
+        await asyncio.to_thread(server.log._writer.join)
+        heard = asyncio.Event()
+        asyncio.get_running_loop().call_soon(heard.set)
+        await heard.wait()
+        other_thread: Future[None] = Future()
+        server.node.works.begin(waiting(other_thread))
+        with pytest.raises(InvalidUpdateLog, match="Input/output error"):
+            server.node.tick()
+        other_thread.set_result(None)
+        await server.end()
+
+    asyncio.run(scene())
 
 
 def test_a_log_of_a_server_that_was_paused_has_not_failed(tmp_path: Path) -> None:
