@@ -117,6 +117,11 @@ class SimLog:
             self.world.after(0.0, lambda: self._write(writer))
 
     @property
+    def is_well(self) -> bool:
+        """Whether its disk answers at once."""
+        return self.world.now_s >= max(self._answers_s, self._crawls_until_s)
+
+    @property
     def answers_within_s(self) -> float:
         """Until its disk answers."""
         return max(0.0, self._answers_s - self.world.now_s)
@@ -260,10 +265,15 @@ class SimLog:
         return UpdateLogClaim(self.log_id, TIMELINE, begins, self.former_ids)
 
     def has(self, range_id: RangeId, term: AssignmentEpoch, number: int) -> bool:
-        """Whether all of a range up to that record could be read from it."""
-        return any(
-            frame.number >= number and frame.term == term for frame in self._readable(range_id)
+        """Whether all of a range up to that record could be read from it. What it goes on with is
+        of the term before, until it is written that it does.
+        """
+        found = [frame for frame in self._readable(range_id) if frame.number >= number]
+        goes_on = any(
+            frame.kind == "taken over" and (frame.range_id, frame.term) == (range_id, term)
+            for frame in self._pending
         )
+        return any(frame.term == term for frame in found) or (bool(found) and goes_on)
 
     def goes_beyond(self, range_id: RangeId, term: int, number: int) -> bool:
         """The same, where what it has of the range may be of a later term."""

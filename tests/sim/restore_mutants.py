@@ -80,7 +80,7 @@ RESTORE_MUTANTS = (
         " or self.log.needs_snapshot",
         "",
         ("restores-logs",),
-        first_seed=63016,
+        first_seed=63027,
     ),
     Mutant(
         "who joins a restored model puts its tables at one clock",

@@ -70,7 +70,7 @@ class LogStalls:
         found = [
             server
             for server in stage.living
-            if isinstance(server, LoggedServer) and not server.log.answers_within_s
+            if isinstance(server, LoggedServer) and server.log.is_well
         ]
         if kind == "stalled for long":
             found = [server for server in found if stage.may_lose(server, for_good=True)]

@@ -94,9 +94,14 @@ class LogSimulation(StallingSimulation):
     def restart(self) -> None:
         """Nobody else comes."""
 
-    def _reboots(self) -> bool:
+    def _reboots(self, log: SimLog) -> bool:
         """Whether its machine was started again: others have its ranges then."""
-        return self.plan.replica_count > 1 and self._boots.random() < REBOOTED
+        if self.plan.replica_count == 1 or self._boots.random() >= REBOOTED:
+            return False
+        living = {server.node_id for server in self.living} - self.lost()
+        begins = log.begins()
+        ranges = [r for r in self.told_view.ranges if r.range_id in begins]
+        return all(living.intersection(r.in_sync) for r in ranges)
 
     def _come_with_log(self, dead: LoggedServer, *, has_booted: bool = False) -> None:
         log, number = dead.log, len(self.servers)
@@ -106,7 +111,7 @@ class LogSimulation(StallingSimulation):
             self.world.after(again_s, lambda: self._come_with_log(dead, has_booted=has_booted))
             return
         node = self.scheduler._state.members[dead.node_id].registration
-        if not has_booted and self._reboots():
+        if not has_booted and self._reboots(log):
             log.reboot()
         asking = replace(
             node,

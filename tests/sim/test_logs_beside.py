@@ -5,14 +5,18 @@ Oracles are those of `tests.sim.test_logs`, and of what the logs are beside.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cached_property
 from typing import ClassVar
 
 import pytest
 
+from ps_core import limits
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import InvalidConfig, Recovering
 from ps_core.keys import NodeId
 from scheduler.machine.state import Registration
+from tests.sim.calamities import Plan
 from tests.sim.logged import LoggedServer, SimLog
 from tests.sim.replicated import Place, ReplicatedServer
 from tests.sim.stalls import StallingSimulation
@@ -76,6 +80,12 @@ class LogRestoreSimulation(StallingSimulation, RestoreSimulation):
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset()
     medians: ClassVar[dict[str, int]] = {"messages": 2_000, "ranges loaded": 4}
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What happens: for so long that disks can be given up."""
+        plan = super().plan
+        return replace(plan, calm_s=plan.calm_s + limits.LOG_STALL_S)
 
     def stalls_of(self, seed: int) -> object:
         """What the draws of stalls are of."""
