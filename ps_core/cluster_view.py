@@ -137,6 +137,8 @@ class RangeAssignment:
             since, so one that has none has everything that was seen.
         is_lost: no server that is there, or may come back, has the values.
         term: the epoch under which the primary became primary.
+        placed_epoch: the epoch under which the range was placed last, empty. What a server had of
+            it before is of removed tables. 0: it was not placed, or an old journal does not say.
     """
 
     range_id: RangeId
@@ -148,6 +150,7 @@ class RangeAssignment:
     initial_holders: tuple[NodeId, ...] = ()
     is_lost: bool = False
     term: AssignmentEpoch = _NEVER
+    placed_epoch: AssignmentEpoch = _NEVER
 
     @property
     def in_sync(self) -> tuple[NodeId, ...]:

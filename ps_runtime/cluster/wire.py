@@ -358,6 +358,7 @@ def range_to_proto(assignment: RangeAssignment) -> types_pb2.RangeAssignment:
         initial_holder_node_ids=assignment.initial_holders,
         lost=assignment.is_lost,
         term=assignment.term,
+        placed_epoch=assignment.placed_epoch,
     )
 
 
@@ -373,6 +374,7 @@ def range_from_proto(message: types_pb2.RangeAssignment) -> RangeAssignment:
         initial_holders=tuple(map(NodeId, message.initial_holder_node_ids)),
         is_lost=message.lost,
         term=AssignmentEpoch(message.term),
+        placed_epoch=AssignmentEpoch(message.placed_epoch),
     )
 
 

@@ -12,8 +12,9 @@ Rules:
       nobody else has, and joins anew, from nothing.
     - A range's initial holders begin it empty, once, whichever epoch they hear of first: nobody has
       seen records that they were not sent. A server that has left the range since has missed
-      records, and tells the scheduler that the range is missing. Of an empty range that is placed
-      anew it has missed nothing: that has had no primary, or makes this server an initial holder.
+      records, and tells the scheduler that the range is missing.
+    - A range that is placed anew was empty in between (`placed_epoch`). What a server has or had of
+      it from before is of removed tables: it begins the range as one that never had it.
     - Nothing of a removed table is taken or given, though its records keep their numbers: the views
       of a primary and its backups may differ for a while.
 
@@ -44,7 +45,7 @@ _PAUSE_LEASES = 0.5
 """Leases between two looks at the backups that count as a pause; ten looks a lease are due."""
 
 PLACED_EPOCH = AssignmentEpoch(2)
-"""The epoch in which a range is placed, and its first primary's term."""
+"""The epoch in which a range is placed for the first time, and its first primary's term."""
 
 
 class Replication:
@@ -85,7 +86,8 @@ class Replication:
         self._logged_tables: set[TableId] = set()
         self._view: ClusterView | None = None
         self._with_catching_up: list[RangeAssignment] = []
-        self._had: set[RangeId] = set()
+        self._had: dict[RangeId, AssignmentEpoch] = {}  # under which epoch
+        self._former: dict[RangeId, Replica] = {}  # of ranges that the newest view has placed anew
         self._looked_s: float | None = None
 
     def recover(self, replicas: Iterable[Replica], table_ids: Iterable[TableId] = ()) -> None:
@@ -96,7 +98,7 @@ class Replication:
         for replica in replicas:
             self.replicas[replica.range_id] = replica
             self._recovered.add(replica.range_id)
-            self._had.add(replica.range_id)
+            self._had[replica.range_id] = replica.assignment_epoch
 
     # --- views
 
@@ -112,7 +114,7 @@ class Replication:
         """
         effects = yield from self._removing(self.removed_by(view))
         given_up: set[RangeId] = set()
-        self._had -= self._placed_anew(view)
+        self._former = self._taking_out(self._placed_anew(view))
         self._view = view
         self.renewed, self.deposed = set(), set()
         self._with_catching_up = [r for r in view.ranges if r.catching_up]
@@ -189,18 +191,26 @@ class Replication:
         return [RefusePull(held.waiter, held.table_id, range_id, error) for held in reads]  # type: ignore[attr-defined]
 
     def _placed_anew(self, view: ClusterView) -> set[RangeId]:
-        """Ranges that were empty at some moment since the view before: they have no primary, or
-        this server has become an initial holder, which no other event makes of one.
+        """Ranges that were placed, empty, since this server had them; views that said so may have
+        passed it by.
         """
-        if self._view is None:
-            return set()
-        own = self._node_id
         return {
-            new.range_id
-            for old, new in zip(self._view.ranges, view.ranges, strict=True)
-            if new.primary is None
-            or (own in new.initial_holders and own not in old.initial_holders)
+            r.range_id
+            for r in view.ranges
+            if self._had.get(r.range_id, r.placed_epoch) < r.placed_epoch
         }
+
+    def _taking_out(self, range_ids: Iterable[RangeId]) -> dict[RangeId, Replica]:
+        """Take out all that is here of ranges that were placed anew; returns the replicas."""
+        former: dict[RangeId, Replica] = {}
+        for range_id in range_ids:
+            del self._had[range_id]
+            self._recovered.discard(range_id)
+            self.primaries.pop(range_id, None)
+            self.suspended.pop(range_id, None)
+            if range_id in self.replicas:
+                former[range_id] = self.replicas.pop(range_id)
+        return former
 
     def _may_begin(self, assignment: RangeAssignment) -> bool:
         """True if this server has held the range since it was placed, and had none of it since."""
@@ -212,8 +222,11 @@ class Replication:
         if not self._may_begin(assignment):
             return None
         range_id, assignment_epoch = assignment.range_id, assignment.assignment_epoch
-        self._had.add(range_id)
-        replica = Replica(range_id, assignment_epoch, self._lease_s, PLACED_EPOCH)
+        self._had[range_id] = assignment_epoch
+        term = max(assignment.placed_epoch, PLACED_EPOCH)  # of its first primary
+        replica = Replica(range_id, assignment_epoch, self._lease_s, term)
+        if range_id in self._former:  # it may have granted the new primary its lease already
+            replica.keep_grants(self._former[range_id])
         self.replicas[range_id] = replica
         return replica
 
@@ -225,7 +238,7 @@ class Replication:
         refused = sorted(self._recovered & others)
         for range_id in refused:
             self._recovered.discard(range_id)
-            self._had.discard(range_id)  # not in this cluster: it may be placed here, empty
+            self._had.pop(range_id, None)  # not in this cluster: it may be placed here, empty
             del self.replicas[range_id]
         return refused
 
@@ -255,10 +268,11 @@ class Replication:
             if primary.observe(assignment):
                 self.renewed.add(range_id)
             return
-        is_alone = not assignment.backups  # else they may have heard of a former primary
-        is_first = assignment_epoch == PLACED_EPOCH or is_alone
+        # Else another may have been primary, whom the backups or a former replica here have heard.
+        is_alone = not assignment.backups and range_id not in self._former
+        is_first = assignment_epoch in (assignment.placed_epoch, PLACED_EPOCH) or is_alone
         if replica is None and is_first and self._may_begin(assignment):
-            self._had.add(range_id)
+            self._had[range_id] = assignment_epoch
             log = self._log(assignment, written=0)
             self.primaries[range_id] = Primary(log, self._lease_s, heard_s=now_s)
             return
@@ -513,7 +527,7 @@ class Replication:
         if replica is not None and is_known and replica.number >= snapshot.number:
             replica.follow(snapshot.assignment_epoch)  # it was late, or came twice
             return _ack(replica)
-        self._had.add(range_id)
+        self._had[range_id] = snapshot.assignment_epoch
         joined = self.replicas[range_id] = Replica(
             range_id,
             snapshot.assignment_epoch,

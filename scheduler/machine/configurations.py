@@ -21,9 +21,9 @@ Rules:
       without catching up: every holder has whatever was seen, so what they missed nobody saw. A
       later holder is let in when it has everything.
     - A primary that is missing the values of a range reports it: the other backups are tried, each
-      once. When none is left, the range is lost.
+      once. When none is left that may come back, the range is lost.
     - A range without values (a removed run had them) is never lost: it has no primary any more.
-      When it is placed again, its backups catch up, because a server may have held it before.
+      When it is placed again, the new `placed_epoch` tells servers that held it that it is empty.
     - A primary's update log has everything that it committed. A server that has the log has its
       lock, so the old primary is dead, silent or not (SEMANTICS S13).
     - A server catches up until the epoch ends or it leaves, silent or not, because it drops its
@@ -55,8 +55,6 @@ from scheduler.machine.state import (
     UpdateLogClaim,
 )
 
-_PLACED_EPOCH = AssignmentEpoch(2)  # of a range that is placed for the first time
-
 
 class Configurations:
     """The configurations of all ranges."""
@@ -66,12 +64,10 @@ class Configurations:
         self._backup_count = replica_count - 1
 
     def place_backups(self, range_ids: Iterable[RangeId]) -> None:
-        """Give backups to ranges whose primaries were just placed, for the first time."""
+        """Give backups to ranges whose primaries were just placed."""
         servers = _Servers(self._state)
         for range_id in range_ids if self._backup_count else ():
             old = self._state.ranges[range_id]
-            if old.assignment_epoch > _PLACED_EPOCH:
-                continue
             backups = tuple(servers.free_for(old)[: self._backup_count])
             new = replace(old, backups=backups, initial_holders=(*old.initial_holders, *backups))
             servers.move(old, new)
@@ -186,11 +182,18 @@ class Configurations:
         return tuple(w.range_id for w in backup_requests if w.range_id in refused), transitions
 
     def _passed_on(self, primary: NodeId, range_ids: Sequence[RangeId]) -> list[Transition]:
-        """Try other live backups where the primary is missing the values; the rest is lost."""
+        """Try other live backups where the primary is missing the values; the rest is lost. Where
+        there are none, nobody has to be tried.
+        """
         servers = _Servers(self._state)
         servers.living.discard(primary)
         servers.members.discard(primary)  # it is not asked again
-        lost = [r for r in range_ids if not self._state.ranges[r].backups]
+        ranges, held = self._state.ranges, self._state.range_bytes
+        lost = [
+            r
+            for r in range_ids
+            if not (held.get(r) and any(map(self._may_come_back, ranges[r].backups)))
+        ]
         transitions = self._promoted(servers, [r for r in range_ids if r not in lost])
         return transitions + self._give_up(lost)
 

@@ -202,6 +202,7 @@ class TableCatalogue:
                 primary=node_id,
                 assignment_epoch=assignment_epoch,
                 term=assignment_epoch,
+                placed_epoch=assignment_epoch,
                 initial_holders=(node_id,),
             )
         self._configurations.place_backups(placed)

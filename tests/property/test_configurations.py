@@ -149,7 +149,10 @@ class ConfigurationsAtWork(RuleBasedStateMachine):
                 self.check_unplaced(view, old, new)
                 continue
             if was_placed and new.assignment_epoch > 2:
-                assert (new.initial_holders, new.backups) == ((new.primary,), ())
+                assert (new.initial_holders, new.placed_epoch) == (
+                    new.in_sync,
+                    new.assignment_epoch,
+                )
             if new.primary != old.primary and not was_placed and old.primary is not None:
                 assert new.primary in old.backups
                 others = set(old.in_sync) - {new.primary}
@@ -162,6 +165,7 @@ class ConfigurationsAtWork(RuleBasedStateMachine):
                 assert set(new.backups) <= {*old.backups, *old.catching_up}
             if not was_placed:
                 assert set(new.initial_holders) <= set(old.initial_holders)
+                assert new.placed_epoch == old.placed_epoch
             assert set(new.initial_holders) <= set(new.in_sync)
             if new.assignment_epoch == old.assignment_epoch:
                 assert (new.primary, new.backups) == (old.primary, old.backups)

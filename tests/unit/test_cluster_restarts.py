@@ -13,6 +13,7 @@ from ps_core.change import ChangeOutcome, Join, TableChange
 from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.consistency import parsed
 from ps_core.errors import InvalidJournal, Recovering
+from ps_core.keys import AssignmentEpoch
 from ps_core.losses import LossTotals
 from ps_core.manifest import Imported, PartReport
 from scheduler.journal import records
@@ -339,6 +340,12 @@ def rewritten(record: bytes, **changed: Any) -> bytes:
     return b"%08x" % zlib.crc32(text) + text
 
 
+def without(record: bytes, field: str) -> bytes:
+    body = json.loads(record[8:])
+    text = json.dumps({name: value for name, value in body.items() if name != field}).encode()
+    return b"%08x" % zlib.crc32(text) + text
+
+
 def test_an_event_writes_what_it_changes() -> None:
     cluster, _, workers = formed()
     differences = records.Differences()
@@ -403,3 +410,16 @@ def test_a_field_that_a_record_lacks_has_its_default() -> None:
     read = records.read(whole | {"cluster": b"%08x" % zlib.crc32(text) + text})
     assert read is not None
     assert not read.state.has_formed
+
+
+def test_ranges_of_a_journal_that_does_not_say_when_they_were_placed_are_read() -> None:
+    """Their servers take them for placed once: a release before this one wrote it."""
+    cluster, _, _ = formed(range_count=8)
+    assert {each.placed_epoch for each in cluster.cluster.view.ranges} == {2}
+    older = {key: without(record, "placed_epoch") for key, record in kept_records(cluster).items()}
+    read = records.read(older)
+    assert read is not None
+    ranges = [
+        replace(each, placed_epoch=AssignmentEpoch(0)) for each in cluster.cluster.view.ranges
+    ]
+    assert read.state.ranges == ranges

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from ps_core.cluster_view import BackupRequest, RangeAssignment, Role, Session
 from ps_core.tables.table_spec import TableSpec
+from ps_server.ranges.server_machine import ServerMachine
+from ps_server.replication.range_roles import Replication
 from scheduler.machine.cluster import Created
 from scheduler.machine.state import RangesLost, RangesUnplaced
 from tests.unit.cluster_harness import SPEC, Harness
@@ -121,8 +125,8 @@ def test_those_with_values_of_others_are_lost_all_the_same() -> None:
     assert [each.range_id for each in cluster.cluster.view.lost_ranges] == [held]
 
 
-def test_one_that_is_placed_anew_has_backups_that_join_it() -> None:
-    """A server may have held it before, and would not begin it empty."""
+def test_one_that_is_placed_anew_has_its_backups_at_once() -> None:
+    """Whoever held it before knows by the epoch that it is empty."""
     cluster = Emptied(replica_count=2)
     cluster.remove()
     for server in cluster.servers:
@@ -131,10 +135,11 @@ def test_one_that_is_placed_anew_has_backups_that_join_it() -> None:
     servers = [cluster.join(Role.SERVER) for _ in range(2)]
     worker = cluster.join(Role.WORKER)
     cluster.made(worker)
-    assert all((each.backups, each.catching_up) == ((), ()) for each in cluster.ranges)
-    assert all(each.initial_holders == (each.primary,) for each in cluster.ranges)
+    assert all((len(each.backups), each.catching_up) == (1, ()) for each in cluster.ranges)
+    assert all(each.initial_holders == each.in_sync for each in cluster.ranges)
+    before = cluster.ranges
     cluster.pass_time(0.5, *servers, worker)
-    assert all(len(each.catching_up) == 1 for each in cluster.ranges)
+    assert cluster.ranges == before
 
 
 def test_a_primary_that_misses_nothing_but_emptiness_is_primary_no_more() -> None:
@@ -152,6 +157,85 @@ def test_a_primary_that_misses_nothing_but_emptiness_is_primary_no_more() -> Non
     now = cluster.ranges[first.range_id]
     assert (now.primary, now.is_lost) == (None, False)
     assert now.assignment_epoch == alone.assignment_epoch + 1
+
+
+class Silent(Emptied):
+    """A server that is primary of ranges whose former primary is silent, and misses one of them."""
+
+    def __init__(self) -> None:
+        super().__init__(replica_count=2)
+        self.one, self.other = self.servers
+        self.pass_time(30.0, self.one, self.worker)
+        (self.first, *_) = (r for r in self.held_by(self.one) if self.other.node_id in r.backups)
+
+    def misses(self) -> RangeAssignment:
+        asked = BackupRequest(self.first.range_id, self.first.assignment_epoch, frozenset(), True)
+        self.transitions += self.cluster.set_backups(self.one, [asked]).transitions
+        return self.ranges[self.first.range_id]
+
+
+def test_nobody_waits_for_a_holder_that_has_left_where_the_primary_misses_the_values() -> None:
+    cluster = Silent()
+    assert cluster.misses() == cluster.first, "the other may come back"
+    cluster.leave(cluster.other)
+    assert cluster.misses().is_lost
+    assert len(cluster.of(RangesLost)) == 1
+
+
+def test_nobody_waits_for_a_silent_holder_where_there_are_no_values() -> None:
+    """A table that is made there would wait for it, since it has what nobody ever saw."""
+    cluster = Silent()
+    cluster.remove()
+    assert cluster.misses().primary is None
+
+
+class Missing(Emptied):
+    """A server that has left a range, of which it is the only holder, and says that it misses it:
+    the range is not placed any more.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(replica_count=2)
+        self.one, self.other = self.servers
+        self.server = Replication(self.one.node_id, ServerMachine(self.one.node_id, 1), 1.0)
+        self.see()
+        (self.range_id, *_) = (
+            each.range_id for each in self.ranges if self.one.node_id in each.backups
+        )
+        self.server.leave(self.range_id)
+        self.leave(self.other)
+        self.see()
+        self.remove()
+        self.cluster.set_backups(self.one, self.server.backup_requests(0.0))
+        assert self.ranges[self.range_id].primary is None
+
+    def see(self) -> None:
+        self.server.observe(self.cluster.view, 0.0)
+        self.server.serve(0.0)
+
+
+@pytest.mark.parametrize("sees_it_unplaced", [True, False])
+def test_who_missed_a_range_begins_it_when_it_is_placed_anew(*, sees_it_unplaced: bool) -> None:
+    """It is an initial holder in both views that it has: the epoch of the placement tells."""
+    cluster = Missing()
+    if sees_it_unplaced:
+        cluster.see()
+    cluster.made(cluster.join(Role.WORKER))
+    placed = cluster.ranges[cluster.range_id]
+    assert placed.initial_holders == (cluster.one.node_id,)
+    cluster.see()
+    assert cluster.server.missing == ()
+    assert cluster.server.primaries[cluster.range_id].log.number == 0
+
+
+def test_a_scheduler_that_is_started_again_knows_where_ranges_were_placed() -> None:
+    cluster = Missing()
+    cluster.made(cluster.join(Role.WORKER))
+    placed = {each.placed_epoch for each in cluster.ranges}
+    assert placed == {2, 5}
+    before = cluster.ranges
+    cluster.start_again()
+    assert cluster.ranges == before
 
 
 def test_a_scheduler_that_is_started_again_has_them_unplaced() -> None:

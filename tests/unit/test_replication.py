@@ -94,11 +94,13 @@ def _primary(node_id: NodeId, *backups: NodeId) -> Replication:
     return found
 
 
-def given(epoch: int, primary: NodeId, *backups: NodeId) -> ClusterView:
+def given(epoch: int, primary: NodeId, *backups: NodeId, placed: int = PLACED_EPOCH) -> ClusterView:
     """A range that all of these have held since it was placed."""
     seen = view(epoch, (epoch, primary, backups, ()))
     (assignment,) = seen.ranges
-    return replace(seen, ranges=(replace(assignment, initial_holders=assignment.in_sync),))
+    holders, placed_epoch = assignment.in_sync, AssignmentEpoch(placed)
+    given_to = replace(assignment, initial_holders=holders, placed_epoch=placed_epoch)
+    return replace(seen, ranges=(given_to,))
 
 
 @pytest.mark.parametrize("sees_it_empty", [True, False])
@@ -113,9 +115,52 @@ def test_a_range_that_is_placed_anew_begins_empty_where_it_was_before(
     assert two.replicas == {}
     if sees_it_empty:
         two.observe(view(4, (4, None, (), ())), 2.0)
-    two.observe(given(5, TWO), 3.0)
+    two.observe(given(5, TWO, placed=5), 3.0)
     assert two.serve(3.0).ranges[0].primary == TWO
     assert two.missing == ()
+
+
+def _of_older_placement() -> Replication:
+    """A backup that has a record of a range, and has granted its lease under epoch 5 since."""
+    two = replication(TWO)
+    two.observe(given(PLACED_EPOCH, ONE, TWO), 0.0)
+    record = LogRecord(RANGE, EPOCH, EPOCH, 1, TABLE, delta(), ())
+    assert two.take(record, lambda: fresh_copy(make_table(), range(4)))[0]
+    assert two.beat(Beat(5.0, ((RANGE, AssignmentEpoch(5)),)), 5.0).range_ids == (RANGE,)
+    return two
+
+
+def test_what_was_there_before_a_range_was_placed_anew_is_given_up() -> None:
+    """Its new primary begins with the first record, under another term."""
+    two, epoch = _of_older_placement(), AssignmentEpoch(5)
+    two.observe(given(5, THREE, TWO, placed=5), 5.0)
+    record = LogRecord(RANGE, epoch, epoch, 1, TABLE, delta(), ())
+    copy = fresh_copy(make_table(), range(4))
+    assert two.take(record, lambda: copy) == (True, Ack(RANGE, 1, epoch))
+    two.leave(RANGE)
+    two.observe(given(6, TWO, THREE, placed=5), 6.0)
+    assert two.missing == (RANGE,)
+
+
+def test_who_is_first_where_a_range_is_placed_anew_begins_it_at_once() -> None:
+    two = _of_older_placement()
+    two.observe(given(5, TWO, THREE, placed=5), 5.0)
+    assert two.serve(5.0).ranges[0].primary == TWO
+    log = two.primaries[RANGE].log
+    assert (log.number, log.backups, log.candidates) == (0, (THREE,), frozenset())
+
+
+@pytest.mark.parametrize("sees_it_placed", [True, False])
+def test_a_lease_that_was_granted_before_the_placement_was_seen_is_waited_out(
+    *, sees_it_placed: bool
+) -> None:
+    two = _of_older_placement()
+    if sees_it_placed:
+        two.observe(given(5, THREE, TWO, placed=5), 5.0)
+    two.observe(given(6, TWO, placed=5), 5.0)
+    assert two.serve(5.0).ranges[0].primary is None
+    assert two.serves_within(5.0) > LEASE_S
+    assert two.serve(5.0 + 2 * LEASE_S).ranges[0].primary == TWO
 
 
 def test_an_initial_holder_that_has_left_a_range_stays_without_it() -> None:

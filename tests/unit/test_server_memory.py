@@ -101,6 +101,29 @@ def test_servers_that_share_a_machine_share_its_memory_and_replicas_count() -> N
                 cluster.create(worker, spec())
 
 
+def test_all_copies_of_ranges_that_are_placed_anew_count() -> None:
+    """Their backups join them: a server that cannot hold them ends as one out of memory."""
+    size = needed(spec())
+    for memory, fits in ((size, True), (size - 1, False)):
+        cluster = with_servers(ServerMemory(size), ServerMemory(size), replica_count=2)
+        worker = cluster.join(Role.WORKER, run="a", world_size=1)
+        assert isinstance(cluster.create(worker, spec()), Created)
+        cluster.leave(worker)
+        cluster.cluster.remove_run(cluster.join(Role.OPERATOR), "a")
+        for node in cluster.cluster.view.nodes[:2]:
+            cluster.leave(cluster.cluster.members.session(node))
+        assert all(each.primary is None for each in cluster.cluster.view.ranges)
+        for _ in range(2):
+            cluster.join(Role.SERVER, memory=ServerMemory(memory))
+        worker, before = cluster.join(Role.WORKER), cluster.cluster.view
+        if fits:
+            assert isinstance(cluster.create(worker, spec()), Created)
+            continue
+        with pytest.raises(InvalidConfig, match=f"may take {memory} and 0 of these"):
+            cluster.create(worker, spec())
+        assert cluster.cluster.view == before
+
+
 def test_what_a_server_held_that_has_died_counts_where_it_is_now() -> None:
     size = needed(spec())
     small, large = ServerMemory(size), ServerMemory(5 * size)
