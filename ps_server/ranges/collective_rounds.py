@@ -32,7 +32,7 @@ from ps_core.collective_calls import (
     joined_after,
     workers_here,
 )
-from ps_core.errors import StaleAssignment, listed
+from ps_core.errors import Fenced, StaleAssignment, listed
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId
 
 _NAMED_COUNT = 8
@@ -78,8 +78,10 @@ class CollectiveRounds:
         """Take a worker's last round, and its share of the next.
 
         Raises:
+            Fenced: its membership has ended.
             StaleAssignment: it had a round that nobody has told this server of: it should.
         """
+        self.check_here(who)
         if last is not None and last.number > self._number:  # another host ended it
             self._last = last
             for given in last.shares:
@@ -96,8 +98,10 @@ class CollectiveRounds:
         last = self._last
         return last if last is not None and last.number > ended_round and last.has(who) else None
 
-    def is_here(self, who: Incarnation) -> bool:
-        return any(node.incarnation == who for node in self._workers.values())
+    def check_here(self, who: Incarnation) -> None:
+        """Raise Fenced for a worker that is no member of the run."""
+        if not any(node.incarnation == who for node in self._workers.values()):
+            raise Fenced("this worker's membership has ended: it is in no round any more")
 
     @property
     def _number(self) -> int:

@@ -6,7 +6,7 @@ import asyncio
 
 from ps_core.cluster_view import ClusterView, Session
 from ps_core.collective_calls import WAITS_FOR, Round, Share
-from ps_core.errors import Draining, Fenced, WaitExpired
+from ps_core.errors import Draining, WaitExpired
 from ps_core.keys import AssignmentEpoch, NodeId
 from ps_runtime.cluster.wire import round_from_proto, round_to_proto, share_from_proto
 from ps_server.ranges.collective_rounds import CollectiveRounds
@@ -48,6 +48,7 @@ class CollectiveWaits:
         """Take a worker's share, and wait for the round that it is in, up to `timeout_s`.
 
         Raises:
+            Fenced: the worker's membership has ended.
             StaleAssignment: collective calls meet elsewhere.
             WaitExpired: somebody is missing, named by the message.
         """
@@ -81,6 +82,5 @@ class CollectiveWaits:
             if self._leaving is not None:
                 raise self._leaving
             machine.check_host(assignment_epoch)
-            if not machine.is_here(who):
-                raise Fenced("this worker's membership has ended: it is in no round any more")
+            machine.check_here(who)
         return ended

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from ps_core.change import Join
 from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role
 from ps_core.collective_calls import Host, Round, Share, host_of, is_late_joiner, joined_after
-from ps_core.errors import StaleAssignment
+from ps_core.errors import Fenced, StaleAssignment
 from ps_core.keys import AssignmentEpoch, Incarnation, KeyRange, NodeId, RangeId, Slot, TableId
 from ps_core.tables.elements import DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
@@ -239,11 +239,12 @@ class World:
             self.messages.append(message)
             return
         who, entering = message.worker.incarnation, message.entering
-        if not server.machine.is_here(who):
-            return
         try:
+            server.machine.check_here(who)
             server.machine.check_host(message.host.assignment_epoch)
             server.machine.enter(who, *entering)
+        except Fenced:
+            return
         except StaleAssignment:
             self.messages.append(replace(message, is_answer=True, is_stale=True))
             return

@@ -7,7 +7,7 @@ import pytest
 from ps_core import limits
 from ps_core.cluster_view import ClusterView, Node, NodeState, Role
 from ps_core.collective_calls import Round, Share
-from ps_core.errors import StaleAssignment
+from ps_core.errors import Fenced, StaleAssignment
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId
 from ps_server.ranges.collective_rounds import CollectiveRounds
 
@@ -66,6 +66,16 @@ def test_it_names_eight_and_counts_the_others() -> None:
     machine = CollectiveRounds(HOST.node_id)
     machine.observe(view_of(worker_count=11))
     assert machine.missing().endswith("worker 7, which has not come yet and 3 more")
+
+
+def test_a_worker_that_has_ended_or_is_forgotten_is_in_no_round() -> None:
+    """Its share may come after the view that says so."""
+    for ended in ((worker(1, 12, NodeState.GONE),), ()):
+        machine = host(FIRST, *ended)
+        with pytest.raises(Fenced, match="membership has ended"):
+            enter(machine, SECOND)
+        enter(machine, FIRST)
+        assert (machine.answer(FIRST.incarnation, 0) is not None) == bool(ended)
 
 
 @pytest.mark.parametrize("state", [NodeState.LEFT, NodeState.GONE])

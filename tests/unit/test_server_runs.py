@@ -171,6 +171,26 @@ def test_nothing_is_left_of_a_table_that_is_removed() -> None:
     assert server.machine.tick(200.0) == []
 
 
+def test_a_worker_that_is_forgotten_reaches_nothing() -> None:
+    """RU-3: the view has neither it nor its tables, and those of others are not there for it."""
+    server = Without()
+    server.step_of("", 0, 1)
+    server.step_of("", 1, 1)
+    server.remove()
+    late = Server()  # one that has come since, and never heard of it
+    late.view = replace(server.view, view_number=server.view.view_number + 1)
+    late.change()
+    for machine in (server.machine, late.machine):
+        server.machine = machine
+        for table_id in (1, 2):
+            effects = server.step_of("a", 0, table_id)
+            assert [type(problem([each])) for each in effects] == [TableNotFound] * 2
+            place = PLACE._replace(table_id=TableId(table_id))
+            read = PullEvent(place, 1, worker_of("a", 0).incarnation, 0, False, 110.0, run="a")
+            assert isinstance(problem(machine.pull(read, 100.0)), TableNotFound)
+        assert machine.tick(200.0) == []
+
+
 def test_the_end_of_its_workers_is_heard_when_its_tables_are_gone() -> None:
     server = Without()
     server.step_of("a", 0, 2)
