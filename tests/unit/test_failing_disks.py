@@ -20,7 +20,7 @@ from ps_core import limits
 from ps_core.cluster_view import Role, Session
 from ps_core.errors import InvalidCheckpoint, InvalidUpdateLog, Recovering
 from ps_core.keys import Incarnation, NodeId, RangeId
-from ps_core.work import Work
+from ps_core.sliced_work import Work
 from ps_runtime.checkpoint.part_file import StoredWorker
 from ps_runtime.checkpoint.part_writer import (
     PartWriter,
