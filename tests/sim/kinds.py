@@ -31,6 +31,11 @@ from tests.sim.test_runs_beside import (
     RunLogSimulation,
     RunRestoreSimulation,
 )
+from tests.sim.test_runs_emptied import (
+    EmptiedRestartSimulation,
+    EmptiedRestoreSimulation,
+    EmptiedSimulation,
+)
 from tests.sim.test_scheduler_away import AwaySimulation
 from tests.sim.test_scheduler_restarts import RestartSimulation
 from tests.sim.test_sealed_together import TogetherSimulation
@@ -59,6 +64,9 @@ KINDS: dict[str, type[Simulation]] = {
     "runs-logs": RunLogSimulation,
     "runs-departures": RunDepartureSimulation,
     "runs-restores": RunRestoreSimulation,
+    "runs-emptied": EmptiedSimulation,
+    "runs-emptied-starts": EmptiedRestartSimulation,
+    "runs-emptied-restores": EmptiedRestoreSimulation,
     "loops": LoopSimulation,
     "disagreements": DisagreeingSimulation,
     "lanes": LaneSimulation,
@@ -96,6 +104,9 @@ SHARES = {
     "runs-logs": 10,
     "runs-departures": 10,
     "runs-restores": 10,
+    "runs-emptied": 10,
+    "runs-emptied-starts": 10,
+    "runs-emptied-restores": 10,
     "loops": 4,
     "disagreements": 10,
     "lanes": 10,

@@ -8,6 +8,7 @@ _RUNS = ("runs",)
 _LOGS = ("runs-logs",)
 _DEPARTURES = ("runs-departures",)
 _RESTORES = ("runs-restores",)
+_EMPTIED = ("runs-emptied",)
 _SERVER = "ps_server/ranges/server_machine.py"
 _CHANGES = "scheduler/machine/changes.py"
 
@@ -125,6 +126,17 @@ RUN_SEPARATION_MUTANTS = (
         "self._machine.removed_by(view) | (named - view.tables_by_id.keys())",
         "self._machine.removed_by(view) | (named - view.of_run('').tables_by_id.keys())",
         _LOGS,
+    ),
+    Mutant(
+        "a server knows by its views alone that a range was placed anew",
+        "S8",
+        "ps_server/replication/range_roles.py",
+        "            if self._had.get(r.range_id, r.placed_epoch) < r.placed_epoch\n",
+        "            if self._view is not None and r.range_id in self._had\n"
+        "            and (r.primary is None or (self._node_id in r.initial_holders and\n"
+        "            self._node_id not in self._view.ranges[r.range_id].initial_holders))\n",
+        _EMPTIED,
+        first_seed=80,
     ),
     Mutant(
         "the work is done when the run without a name is",

@@ -204,6 +204,7 @@ class EffectSimulation(FailoverSimulation):
     }  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({"fault: sum failed", "ranges passed on"})
     medians: ClassVar[dict[str, int]] = {"messages": 2_000, "failovers": 1, "joined ranges": 1}
+    server_kind: ClassVar[type[MortalServer]] = MortalServer
 
     @cached_property
     def plan(self) -> Plan:
@@ -220,7 +221,7 @@ class EffectSimulation(FailoverSimulation):
 
     def made(self, node_id: NodeId, place: Place) -> ReplicatedServer:
         """A server at that place."""
-        made = MortalServer.__new__(MortalServer)
+        made = self.server_kind.__new__(self.server_kind)
         made.begin()
         made.__init__(self.world, node_id, self.layout.settings, WORKERS, place)  # type: ignore[misc]
         made.may_break = lambda: self.may_lose(made, for_good=True)
@@ -252,7 +253,7 @@ class EffectSimulation(FailoverSimulation):
         """Nor may a server be lost whose range another holder has lost track of."""
         if not super().may_lose(server, for_good=for_good):
             return False
-        for r in self.scheduler.view.ranges:
+        for r in self.ranges_to_keep():
             without = [n for n in r.in_sync if not self.watch.has(self.servers[n], r.range_id)]
             if without and not self._has_another(server, r.range_id):
                 return False

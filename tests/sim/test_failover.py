@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
 
 import pytest
 
-from ps_core.cluster_view import BackupRequest, ClusterView, Role, Session
+from ps_core.cluster_view import (
+    BackupRequest,
+    ClusterView,
+    RangeAssignment,
+    Role,
+    Session,
+)
 from ps_core.errors import Fenced, InvalidConfig
 from ps_core.keys import Incarnation, NodeId, RangeId
 from ps_core.sliced_work import at_once
@@ -134,7 +140,7 @@ class FailoverSimulation(ScheduledSimulation):
         dead = self.lost()
         away = {node_id for node_id, count in self.calamities.away.items() if count > 0}
         lost = dead | {server.node_id} if for_good else dead
-        for r in self.scheduler.view.ranges:
+        for r in self.ranges_to_keep():
             holders = {n for n in (r.primary, *r.backups) if n is not None}
             left = holders - lost - away - {server.node_id}
             if holders & lost and not any(
@@ -142,6 +148,10 @@ class FailoverSimulation(ScheduledSimulation):
             ):
                 return False
         return True
+
+    def ranges_to_keep(self) -> Sequence[RangeAssignment]:
+        """Ranges that must have a holder that lives."""
+        return self.scheduler.view.ranges
 
     def too_many_unnoticed(self, server: SimServer) -> bool:
         """Whether as many servers as hold a range would be dead, and members still: all holders of
@@ -164,7 +174,7 @@ class FailoverSimulation(ScheduledSimulation):
         asking = Registration(
             bytes([100 + number]) * 16,
             Role.SERVER,
-            f"sim:{2000 + number}",
+            self.newcomer_address(number),
             kernel_fingerprint="sim",
         )
         self._refuse_other_kernels(asking)
@@ -173,6 +183,10 @@ class FailoverSimulation(ScheduledSimulation):
     def newcomer_number(self) -> int:
         """Of the server that comes next."""
         return len(self.servers)
+
+    def newcomer_address(self, number: int) -> str:
+        """Of that server."""
+        return f"sim:{2000 + number}"
 
     def _refuse_other_kernels(self, asking: Registration) -> None:
         """Whose results would differ becomes no server (S8)."""

@@ -201,7 +201,7 @@ class RestartSimulation(AwaySimulation, ReplacementSimulation):
         asking = Registration(
             bytes([100 + number]) * 16,
             Role.SERVER,
-            f"sim:{2000 + number}",
+            self.newcomer_address(number),
             kernel_fingerprint="sim",
         )
         self._admitted(asking, self.join)
