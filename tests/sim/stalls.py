@@ -97,7 +97,19 @@ class LogStalls:
         given_up = self._stage.given_up
         given_up.add(server)
         self._world.after(for_s, lambda: given_up.discard(server))
+        self._world.after(AGAIN_S, lambda: self._spare(server))
         self._befall(server, for_s)
+
+    def _spare(self, server: LoggedServer) -> None:
+        """Its disk answers after all once it is the last that has a range, or is about to be."""
+        if server.is_dead or server not in self._stage.given_up:
+            return
+        is_about_to_be_alone = server.asks and self._stage.plan.replica_count > 1
+        if self._stage.may_lose(server, for_good=False) and not is_about_to_be_alone:
+            self._world.after(AGAIN_S, lambda: self._spare(server))
+            return
+        self._stage.given_up.discard(server)
+        server.log.be_well()
 
     def _crawl(self, server: LoggedServer) -> None:
         server.log.crawl(CRAWL_S)
