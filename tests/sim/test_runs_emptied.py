@@ -22,8 +22,8 @@ import pytest
 
 from ps_core.cluster_view import ClusterView, NodeState, RangeAssignment, Role, Session
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId
+from ps_core.sliced_work import Work
 from ps_core.tables.table_spec import TableSpec
-from ps_core.work import Work
 from scheduler.machine.cluster import Decision
 from scheduler.machine.state import (
     ClusterSettings,
