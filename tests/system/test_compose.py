@@ -21,7 +21,7 @@ from tests.tidy.source import ROOT
 pytestmark = pytest.mark.timeout(2 * RUN_TIMEOUT_S)
 
 RUNS_PAGE = (ROOT / "docs/guides/RUNS.md").read_text(encoding="utf-8")
-SCRIPT = "examples/digits_cnn.py --epochs 60"
+SCRIPT = "examples/digits_cnn.py --epochs 40"
 """Long enough for all that is done to it meanwhile."""
 
 
@@ -33,19 +33,19 @@ def test_a_cluster_of_any_size_trains_to_its_end_whichever_container_is_killed(
     """
     begun = compose(
         "up", "--no-build", "--detach",
-        SERVERS="3", WORKERS="4", SCRIPT=SCRIPT, PUSHPULL_UPDATE_LOG="/update-log",
+        SERVERS="2", WORKERS="3", SCRIPT=SCRIPT, PUSHPULL_UPDATE_LOG="/update-log",
     )  # fmt: skip
     assert begun.returncode == 0, begun.stdout[-8000:]
     servers, workers = compose.containers("server"), compose.containers("worker")
     (scheduler,) = compose.containers("scheduler")
-    assert (len(servers), len(workers)) == (3, 4)
+    assert (len(servers), len(workers)) == (2, 3)
     formed = read_until(scheduler, r"event=cluster_formed .* workers=(\d+) .* servers=(\d+)")
-    assert formed.groups() == ("4", "3")
+    assert formed.groups() == ("3", "2")
     read_until(scheduler, "event=table_created")  # training is on its way
     for killed, where, returned in (
         (servers[0], servers[0], "event=update_log_read"),
         (scheduler, scheduler, "event=cluster_resumed"),
-        (workers[0], scheduler, r"event=node_registered .*role=worker node_id=(9|\d\d+)"),
+        (workers[0], scheduler, r"event=node_registered .*role=worker node_id=([6-9]|\d\d+)"),
     ):
         os.kill(process_of(killed), signal.SIGKILL)
         read_until(where, returned)
@@ -62,7 +62,7 @@ def test_a_cluster_of_any_size_trains_to_its_end_whichever_container_is_killed(
     assert reached, said[-8000:]
     assert float(reached[1]) >= 97.0
     restarts = engine("inspect", "--format", "{{.RestartCount}}", *everybody).split()
-    assert [restarts[n] != "0" for n in (0, 1, 4)] == [True] * 3
+    assert [restarts[n] != "0" for n in (0, 1, 3)] == [True] * 3
 
 
 def test_the_next_run_goes_on_from_the_last_checkpoint_and_stops_by_itself(
@@ -76,7 +76,7 @@ def test_the_next_run_goes_on_from_the_last_checkpoint_and_stops_by_itself(
     compose("down")
     run = compose(
         "up", "--no-build", "--abort-on-container-failure",
-        SERVERS="2", WORKERS="4", SCRIPT=SCRIPT, PUSHPULL_RESUME="/checkpoints",
+        SERVERS="3", WORKERS="3", SCRIPT=SCRIPT, PUSHPULL_RESUME="/checkpoints",
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-8000:]
     assert "event=checkpoint_chosen" in run.stdout
