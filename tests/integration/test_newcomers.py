@@ -119,7 +119,10 @@ def test_a_newcomer_may_leave_without_having_trained(cluster: LaneCluster) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("consistency", ["bsp", "ssp:1", "asp"])
+@pytest.mark.parametrize(
+    "consistency",
+    ["bsp", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("ssp:1", "asp"))],
+)
 def test_a_third_worker_joins_two_that_train(cluster: LaneCluster, consistency: str) -> None:
     clients = _first(cluster)
     assert not any(client.is_late_joiner for client in clients)

@@ -219,7 +219,7 @@ SCHEDULES: list[tuple[Any, Any, Callable[[torch.optim.Optimizer], LRScheduler]]]
 ]
 
 
-@pytest.mark.parametrize("mode", ["sealed", "eager"])
+@pytest.mark.parametrize("mode", ["sealed", pytest.param("eager", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("number", range(len(SCHEDULES)))
 def test_schedules_equal_torch(client: ps.Client, number: int, mode: str) -> None:
     ours, theirs, make = SCHEDULES[number]

@@ -264,7 +264,13 @@ READS: dict[str, Callable[[nn.Module, ps.DistributedOptimizer], object]] = {
 }
 
 
-@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize(
+    "read",
+    [
+        pytest.param(each, marks=() if each in ("forward", "wait") else pytest.mark.thorough)
+        for each in READS
+    ],
+)
 def test_a_step_returns_before_its_values_are_written_and_a_read_waits(
     clients: list[ps.Client], read: str
 ) -> None:
