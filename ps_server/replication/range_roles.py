@@ -114,11 +114,12 @@ class Replication:
         """
         effects = yield from self._removing(self.removed_by(view))
         given_up: set[RangeId] = set()
-        self._former = self._taking_out(self._placed_anew(view))
+        placed_anew = self._placed_anew(view)
+        self._former = self._taking_out(placed_anew)
         self._view = view
         self.renewed, self.deposed = set(), set()
         self._with_catching_up = [r for r in view.ranges if r.catching_up]
-        lost = self._not_given_back(view)
+        lost = [*placed_anew, *self._not_given_back(view)]
         for assignment in view.ranges:
             range_id = assignment.range_id
             if assignment.primary == self._node_id:
@@ -190,15 +191,14 @@ class Replication:
         reads = primary.log.take_out(lambda held: isinstance(held, AnswerPull | RefusePull))
         return [RefusePull(held.waiter, held.table_id, range_id, error) for held in reads]  # type: ignore[attr-defined]
 
-    def _placed_anew(self, view: ClusterView) -> set[RangeId]:
+    def _placed_anew(self, view: ClusterView) -> list[RangeId]:
         """Ranges that were placed, empty, since this server had them; views that said so may have
         passed it by.
         """
-        return {
-            r.range_id
-            for r in view.ranges
-            if self._had.get(r.range_id, r.placed_epoch) < r.placed_epoch
-        }
+        had = self._had
+        return [
+            r.range_id for r in view.ranges if had.get(r.range_id, r.placed_epoch) < r.placed_epoch
+        ]
 
     def _taking_out(self, range_ids: Iterable[RangeId]) -> dict[RangeId, Replica]:
         """Take out all that is here of ranges that were placed anew; returns the replicas."""

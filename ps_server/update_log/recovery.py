@@ -93,11 +93,13 @@ class RecoveredLog:
 
     def claim(self) -> scheduler_pb2.UpdateLogClaim:
         timeline = self.timeline if self.is_claimed else b""
+        range_ids = sorted(self.replicas)
         return scheduler_pb2.UpdateLogClaim(
             log_id=self.directory.log_id,
             timeline=timeline,
-            range_ids=sorted(self.replicas),
+            range_ids=range_ids,
             former_log_ids=self.directory.former_ids,
+            assignment_epochs=[self.replicas[each].assignment_epoch for each in range_ids],
         )
 
     def of(self, session: Session, shards: Shards) -> RecoveredLog:

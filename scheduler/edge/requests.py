@@ -13,7 +13,7 @@ from ps_core import limits, rights
 from ps_core.cluster_view import Session
 from ps_core.envelope import has_few
 from ps_core.errors import InvalidConfig, InvalidTensor, Unauthenticated
-from ps_core.keys import RangeId
+from ps_core.keys import AssignmentEpoch, RangeId
 from ps_core.manifest import DataSetSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
@@ -61,7 +61,8 @@ def registration_of(request: scheduler_pb2.RegisterNodeRequest) -> Registration:
 def _claim(message: scheduler_pb2.UpdateLogClaim) -> UpdateLogClaim:
     range_ids = tuple(map(RangeId, message.range_ids))
     former_log_ids = tuple(message.former_log_ids)
-    return UpdateLogClaim(message.log_id, message.timeline, range_ids, former_log_ids)
+    epochs = tuple(map(AssignmentEpoch, message.assignment_epochs))
+    return UpdateLogClaim(message.log_id, message.timeline, range_ids, former_log_ids, epochs)
 
 
 def _offer(message: scheduler_pb2.CustomUpdate) -> UpdateOffer:

@@ -128,6 +128,11 @@ def _check_update_log(request: Registration, settings: ClusterSettings) -> None:
             f"an update log has {len(claim.range_ids)} ranges, {beyond[:3]} among them; expected "
             f"each once, and below {settings.range_count}"
         )
+    if len(claim.assignment_epochs) not in (0, len(claim.range_ids)):
+        raise InvalidConfig(
+            f"an update log has {len(claim.range_ids)} ranges and {len(claim.assignment_epochs)} "
+            "epochs of them; expected one for each"
+        )
 
 
 def _check_address(address: str) -> None:

@@ -94,17 +94,18 @@ class Configurations:
         primary. Their backups may lack updates, and catch up anew.
 
         A range that was never failed over had only primaries with this log. If the log lacks it,
-        nobody has seen values of it, and it begins empty.
+        nobody has seen values of it, and it begins empty. So it is with a range that was placed
+        anew since the log had it.
         """
         given: dict[NodeId, list[RangeId]] = {}
         for old in list(self._state.ranges):
-            has_all = old.range_id in claim.range_ids or old.range_id not in self._state.failed_over
+            has_all = claim.has(old) or old.range_id not in self._state.failed_over
             if old.primary is None or old.primary == node.node_id or not has_all:
                 continue
             before = self._state.members[old.primary].registration.update_log
             if before is not None and before.log_id == claim.log_id:
                 new = replace(old, primary=node.node_id, backups=(), catching_up=(), is_lost=False)
-                is_empty = old.range_id not in claim.range_ids
+                is_empty = not claim.has(old)
                 self._commit(replace(new, initial_holders=(node.node_id,) if is_empty else ()))
                 given.setdefault(old.primary, []).append(old.range_id)
         return [

@@ -169,12 +169,23 @@ def _require(holds: bool, message: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class UpdateLogClaim:
-    """The update log that a server keeps; see `pushpull.v1.UpdateLogClaim`."""
+    """The update log that a server keeps; see `pushpull.v1.UpdateLogClaim`. Without
+    `assignment_epochs`, which older journals lack, it has each range under its newest epoch.
+    """
 
     log_id: bytes
     timeline: bytes = b""
     range_ids: tuple[RangeId, ...] = ()
     former_log_ids: tuple[bytes, ...] = ()
+    assignment_epochs: tuple[AssignmentEpoch, ...] = ()
+
+    def has(self, assignment: RangeAssignment) -> bool:
+        """True if the log has the range, as it was placed last."""
+        if assignment.range_id not in self.range_ids:
+            return False
+        known = dict(zip(self.range_ids, self.assignment_epochs, strict=False))
+        epoch = known.get(assignment.range_id, assignment.placed_epoch)
+        return epoch >= assignment.placed_epoch
 
 
 @dataclass(frozen=True, slots=True)

@@ -261,8 +261,10 @@ class SimLog:
         """What is told to the scheduler."""
         if not self._has_segments:
             return UpdateLogClaim(self.log_id, former_log_ids=self.former_ids)
-        begins = tuple(sorted(self.begins()))
-        return UpdateLogClaim(self.log_id, TIMELINE, begins, self.former_ids)
+        begins = sorted(self.begins().items())
+        range_ids = tuple(range_id for range_id, _ in begins)
+        epochs = tuple(self.frames[at].assignment_epoch for _, at in begins)
+        return UpdateLogClaim(self.log_id, TIMELINE, range_ids, self.former_ids, epochs)
 
     def has(self, range_id: RangeId, term: AssignmentEpoch, number: int) -> bool:
         """Whether all of a range up to that record could be read from it. What it goes on with is

@@ -12,8 +12,8 @@ from ps_core.tables.table_spec import TableSpec
 from ps_server.ranges.server_machine import ServerMachine
 from ps_server.replication.range_roles import Replication
 from scheduler.machine.cluster import Created
-from scheduler.machine.state import RangesLost, RangesUnplaced
-from tests.unit.cluster_harness import SPEC, Harness
+from scheduler.machine.state import RangesLost, RangesUnplaced, UpdateLogClaim
+from tests.unit.cluster_harness import SETTINGS, SPEC, Harness
 
 LARGE = replace(SPEC, element_count=64 * 64)  # blocks in each of the ranges
 
@@ -247,3 +247,28 @@ def test_a_scheduler_that_is_started_again_has_them_unplaced() -> None:
     assert any(each.primary is None for each in before)
     cluster.start_again()
     assert cluster.ranges == before
+
+
+@pytest.mark.parametrize("is_stale", [True, False])
+def test_a_log_with_what_was_removed_gives_back_an_empty_range(*, is_stale: bool) -> None:
+    """Its server died before the log had the range as it was placed anew."""
+    cluster = Emptied()
+    left, stays = cluster.servers
+    range_ids = tuple(each.range_id for each in cluster.held_by(left))
+    former = cluster.ranges[range_ids[0]].assignment_epoch
+    cluster.remove()
+    cluster.leave(left)
+    cluster.pass_time(0.5, stays)
+    timeline = SETTINGS.timeline
+    claim = UpdateLogClaim(b"l" * 16, timeline, range_ids, (), (former,) * len(range_ids))
+    killed = cluster.join(Role.SERVER, update_log=claim)
+    cluster.made(cluster.join(Role.WORKER))
+    placed = [each for each in cluster.held_by(killed) if each.range_id in range_ids]
+    assert placed
+    assert all(each.placed_epoch > former for each in placed)
+    epochs = (former if is_stale else placed[0].placed_epoch,) * len(range_ids)
+    again = cluster.join(Role.SERVER, update_log=replace(claim, assignment_epochs=epochs))
+    for before in placed:
+        after = cluster.ranges[before.range_id]
+        assert after.primary == again.node_id
+        assert after.initial_holders == ((again.node_id,) if is_stale else ())

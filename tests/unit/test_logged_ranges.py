@@ -268,3 +268,27 @@ def test_a_log_that_has_what_was_not_decided_is_a_bug() -> None:
     server.see((ME, PLACED_EPOCH, ()))
     with pytest.raises(InvariantViolation, match="LOG-1"):
         server.log().written(1)
+
+
+@pytest.mark.parametrize(("primary", "lines"), [(ME, ["end", "begin"]), (OTHER, ["end"])])
+def test_what_the_log_gave_back_of_a_range_that_was_placed_anew_is_ended(
+    primary: NodeId, lines: list[str]
+) -> None:
+    """LOG-2: what it has is of removed tables."""
+    server = Server()
+    replica = Replica(ZERO, PLACED_EPOCH, LEASE_S, PLACED_EPOCH, {}, 11)
+    server.replication.recover([replica])
+    server.logged.recover([ZERO])
+    server.see((primary, epoch(6), ()), begins_anew=True, placed_epoch=epoch(6))
+    assert server.paper.lines == [(line, ZERO, 0) for line in lines]
+
+
+def test_a_range_that_is_placed_anew_where_it_was_served_begins_anew() -> None:
+    """LOG-2: the view in which nobody had it has passed this server by."""
+    server = Server()
+    server.see((ME, PLACED_EPOCH, ()))
+    server.says(server.decide())
+    server.see((ME, epoch(6), ()), begins_anew=True, placed_epoch=epoch(6))
+    assert server.log().number == 0
+    lines = [("begin", ZERO, 0), ("record", ZERO, 1), ("end", ZERO, 0), ("begin", ZERO, 0)]
+    assert server.paper.lines == lines

@@ -8,7 +8,7 @@ import pytest
 
 from ps_core import errors
 from ps_core.cluster_view import NodeState, Role, Session
-from ps_core.keys import RangeId
+from ps_core.keys import AssignmentEpoch, RangeId
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.update_offer import UpdateOffer
 from pushpull.v1 import scheduler_pb2, types_pb2
@@ -18,6 +18,7 @@ from tests.unit.cluster_harness import SETTINGS, SPEC, Harness, asking, refused
 
 ONE, TWO, OTHER = (bytes([number]) * 16 for number in (1, 2, 9))
 RANGES = 8
+EPOCHS = (AssignmentEpoch(2), AssignmentEpoch(3))
 
 
 class Logged(Harness):
@@ -161,6 +162,7 @@ def test_its_address_is_free_at_once() -> None:
         (Role.SERVER, UpdateLogClaim(OTHER, former_log_ids=(ONE,) * 65), "had 65 others"),
         (Role.SERVER, UpdateLogClaim(ONE, SETTINGS.timeline, (RangeId(RANGES),)), "below 8"),
         (Role.SERVER, UpdateLogClaim(ONE, b"", (RangeId(1), RangeId(1))), "each once"),
+        (Role.SERVER, UpdateLogClaim(ONE, b"", (RangeId(1),), (), EPOCHS), "2 epochs of them"),
     ],
 )
 def test_what_is_wrong_with_a_claim_is_said(role: Role, claim: UpdateLogClaim, words: str) -> None:
