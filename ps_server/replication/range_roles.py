@@ -195,9 +195,10 @@ class Replication:
         """Ranges that were placed, empty, since this server had them; views that said so may have
         passed it by.
         """
-        had = self._had
         return [
-            r.range_id for r in view.ranges if had.get(r.range_id, r.placed_epoch) < r.placed_epoch
+            r.range_id
+            for r in view.ranges
+            if self._had.get(r.range_id, r.placed_epoch) < r.placed_epoch
         ]
 
     def _taking_out(self, range_ids: Iterable[RangeId]) -> dict[RangeId, Replica]:

@@ -174,10 +174,14 @@ def test_what_is_wrong_with_a_claim_is_said(role: Role, claim: UpdateLogClaim, w
 
 def test_a_claim_is_read_whole() -> None:
     claim = scheduler_pb2.UpdateLogClaim(
-        log_id=ONE, timeline=b"t", range_ids=[3], former_log_ids=[TWO, OTHER]
+        log_id=ONE,
+        timeline=b"t",
+        range_ids=[3],
+        former_log_ids=[TWO, OTHER],
+        assignment_epochs=[2],
     )
     request = scheduler_pb2.RegisterNodeRequest(role=types_pb2.NODE_ROLE_SERVER, update_log=claim)
-    expected = UpdateLogClaim(ONE, b"t", (RangeId(3),), (TWO, OTHER))
+    expected = UpdateLogClaim(ONE, b"t", (RangeId(3),), (TWO, OTHER), EPOCHS[:1])
     assert registration_of(request).update_log == expected
 
 
