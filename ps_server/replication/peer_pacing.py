@@ -65,7 +65,7 @@ class PeerPacing:
     def late(self, now_s: float) -> list[tuple[NodeId, LogRecord]]:
         """Records to send again. To be called at least ten times a lease."""
         self._queues.look()
-        self._replication.sending(self._queues.busy, now_s)
+        self._replication.sending(self._queues.busy, self._queues.moving, now_s)
         resends: dict[tuple[NodeId, RangeId], list[LogRecord]] = {}
         for peer, record in self._replication.resends(self._replication.all_holders):
             resends.setdefault((peer, record.range_id), []).append(record)

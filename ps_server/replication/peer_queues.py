@@ -23,14 +23,19 @@ _BUSY_BYTES = 8 * 1024 * 1024
 
 
 class Backlog:
-    """Bytes that wait to be written to one stream. `is_slow`: some waited already at the last but
-    one `look`; under load, a queue is refilled as fast as it drains.
+    """Bytes that wait to be written to one stream.
+
+    Attributes:
+        is_slow: some waited already at the last but one `look`; under load, a queue is refilled as
+            fast as it drains.
+        is_moving: the stream has taken some between the last two.
     """
 
     def __init__(self) -> None:
         self.queued_bytes = 0
-        self.is_slow = False
+        self.is_slow = self.is_moving = False
         self._put_bytes = 0
+        self._taken_bytes = 0
         self._mark_bytes = 0
 
     def put(self, byte_count: int) -> None:
@@ -42,8 +47,10 @@ class Backlog:
 
     def look(self) -> None:
         """Judge the progress since the last call; to be called now and then."""
-        self.is_slow = self._put_bytes - self.queued_bytes < self._mark_bytes
-        self._mark_bytes = self._put_bytes
+        taken_bytes = self._put_bytes - self.queued_bytes
+        self.is_slow = taken_bytes < self._mark_bytes
+        self.is_moving = taken_bytes > self._taken_bytes
+        self._mark_bytes, self._taken_bytes = self._put_bytes, taken_bytes
 
 
 class PeerQueue(Generic[MessageT]):
@@ -108,6 +115,11 @@ class PeerQueues(Generic[MessageT]):
     def busy(self) -> set[NodeId]:
         """Servers whose streams are slow."""
         return {peer for peer, queue in self._queues.items() if queue.backlog.is_slow}
+
+    @property
+    def moving(self) -> set[NodeId]:
+        """Servers whose streams have taken something between the last two looks."""
+        return {peer for peer, queue in self._queues.items() if queue.backlog.is_moving}
 
     @property
     def queued_bytes(self) -> int:

@@ -6,8 +6,8 @@
 
 Rules:
     - The scheduler is asked to leave out a backup that was silent for a lease in which this server
-      was not paused, one that makes no progress with unacknowledged records, and the former
-      primary's.
+      was not paused, one that makes no progress with unacknowledged records, whatever it grants,
+      and the former primary's.
     - A server that is catching up counts when it is nearly there, so that it can catch up while
       steps go on; the scheduler is asked for it when it has all that anybody may have seen.
     - Until the scheduler has answered, with the requested set or another, both sets count.
@@ -35,7 +35,9 @@ _COPY_LEASES = 5
 """Leases until a server that is catching up must have its snapshot."""
 
 _LAG_LEASES = 5
-"""Leases for which a backup may make no progress with records that were sent to it."""
+"""Leases for which a backup may make no progress with records that were sent to it, and its stream
+may take nothing. No fewer than `_COPY_LEASES`: records of all ranges wait behind a copy, which a
+server takes in after its last byte, so that its stream stands, too."""
 
 
 @dataclass(slots=True)
@@ -101,17 +103,23 @@ class Primary:
 
     # --- answers of other servers
 
-    def acked(self, backup: NodeId, ack: Ack, now_s: float) -> None:
-        """A backup, or a server that is catching up, has taken records."""
+    def acked(self, backup: NodeId, ack: Ack, now_s: float) -> bool:
+        """A backup, or a server that is catching up, has taken records. True if it had not said so
+        before.
+        """
         self._heard_s[backup] = now_s
         progress = self._catching_up.get(backup)
         if progress is not None:
             if ack.assignment_epoch < progress.since or ack.number < progress.least:
-                return  # about an earlier copy, which it has given up, or another replaces
-            if ack.number > progress.number:
+                return False  # about an earlier copy, which it gave up, or another replaces
+            is_news = ack.number > progress.number
+            if is_news:
                 progress.number, progress.since_s = ack.number, now_s
+        else:
+            is_news = backup in self.log.backups and ack.number > self.log.acked_by(backup)
         if ack.number <= self.log.number:
             self.log.acked(backup, ack.number)
+        return is_news
 
     def granted(self, backup: NodeId, sent_s: float, now_s: float) -> None:
         """A backup has answered the beat that was sent at `sent_s`."""
@@ -125,7 +133,7 @@ class Primary:
             del self._catching_up[node_id]
 
     def sending(self, node_id: NodeId, now_s: float) -> None:
-        """Messages to the server are still on their way: it is not stuck."""
+        """Messages to the server are still on their way, and it takes some: it is not stuck."""
         progress, lagging = self._catching_up.get(node_id), self._lagging.get(node_id)
         if progress is not None and progress.number < 0:
             progress.since_s = now_s

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from ps_core.cluster_view import BackupRequest, ClusterView, NodeState, RangeAssignment
@@ -89,6 +90,7 @@ class Replication:
         self._had: dict[RangeId, AssignmentEpoch] = {}  # under which epoch
         self._former: dict[RangeId, Replica] = {}  # of ranges that the newest view has placed anew
         self._looked_s: float | None = None
+        self._advanced: set[NodeId] = set()  # acknowledged something new since the last `sending`
 
     def recover(self, replicas: Iterable[Replica], table_ids: Iterable[TableId] = ()) -> None:
         """Take the ranges that were recovered from an update log, before the first view.
@@ -379,8 +381,8 @@ class Replication:
     def acked(self, backup: NodeId, ack: Ack, now_s: float) -> None:
         """A backup, or a server that is catching up, has taken log records."""
         primary = self.primaries.get(ack.range_id)
-        if primary is not None:
-            primary.acked(backup, ack, now_s)
+        if primary is not None and primary.acked(backup, ack, now_s):
+            self._advanced.add(backup)
 
     def granted(self, backup: NodeId, grant: Grant, now_s: float) -> None:
         """A backup has answered a beat."""
@@ -393,9 +395,13 @@ class Replication:
         for primary in self.primaries.values():
             primary.lost(node_id)
 
-    def sending(self, node_ids: Iterable[NodeId], now_s: float) -> None:
-        """Messages to these servers are still on their way; see `Primary.sending`."""
-        for node_id in node_ids:
+    def sending(self, busy: AbstractSet[NodeId], moving: AbstractSet[NodeId], now_s: float) -> None:
+        """Messages wait for the streams to `busy` servers; those to `moving` servers have taken
+        some since the last call. An acknowledgement says as much: a stream may take nothing until
+        half of its window has been consumed. See `Primary.sending`.
+        """
+        moving, self._advanced = moving | self._advanced, set()
+        for node_id in busy & moving:
             for primary in self.primaries.values():
                 primary.sending(node_id, now_s)
 

@@ -462,7 +462,7 @@ def test_a_backup_that_does_not_get_on_with_what_it_lacks_is_asked_to_be_left_ou
     while not (backup_requests := one.backup_requests(at_s)) and at_s < 10 * LEASE_S:
         at_s += LEASE_S / 4
         if at_s < 2 * LEASE_S:  # a copy of another range is before it
-            one.sending({TWO}, at_s)
+            one.sending({TWO}, {TWO}, at_s)
         one.granted(TWO, Grant(at_s, (RANGE,)), at_s)
     assert [backup_request.backups for backup_request in backup_requests] == [frozenset()]
     assert 7 * LEASE_S <= at_s + LEASE_S / 4 <= 7.5 * LEASE_S
@@ -472,7 +472,7 @@ def test_a_copy_that_is_on_its_way_is_not_begun_again() -> None:
     one = _primary(ONE)
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
     assert len(list(snapshots_of(one, 0.0))) == 1
-    one.sending({THREE}, 4 * LEASE_S)
+    one.sending({THREE}, {THREE}, 4 * LEASE_S)
     assert list(snapshots_of(one, 8 * LEASE_S)) == []
     assert len(list(snapshots_of(one, 9 * LEASE_S))) == 1
 
