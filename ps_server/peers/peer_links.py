@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import grpc
@@ -117,8 +117,7 @@ class PeerLink:
             except Recovering as failure:
                 error = failure
             except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
+                if _is_closing():
                     raise
             except Exception as bug:  # noqa: BLE001 - else the range would wait for ever, unsaid
                 logs.exception("peer_link_failed", bug, server=self.node.node_id)
@@ -182,47 +181,51 @@ class PeerLink:
         return None
 
     async def _carry(self, call: ServerCall, beats: ServerCall, backoff: Backoff) -> None:
-        """Write messages and read answers, until one of the streams ends, and both with it."""
+        """Write messages and read answers, until one of the streams ends, and both with it. Raises
+        the error of the one that ended first.
+        """
         self._call = call
         self._queue.is_open = True
         self._reached()
         backoff.reset()
-        beside = [
+        hearing = asyncio.create_task(self._hear(beats, call))
+        writing = [
             asyncio.create_task(each)
-            for each in (self._write(call), self._write_beats(beats), self._hear(beats, call))
+            for each in (self._write(call), self._write_beats(beats, call))
         ]
         try:
             self._listener.peer_opened(self.node.node_id)
             async for response in call:
                 self._listener.peer_said(self.node.node_id, response)
+        except (grpc.RpcError, asyncio.CancelledError):
+            if hearing.done() and not _is_closing():
+                hearing.result()  # raises why: this stream was cancelled with the other
+            raise
         finally:
             self._call = None
             self._queue.end()
             self._beat = None
             call.cancel()
             beats.cancel()
-            for each in beside:
+            for each in (hearing, *writing):
                 each.cancel()
-            for end in await asyncio.gather(*beside, return_exceptions=True):
+            _, *ends = await asyncio.gather(hearing, *writing, return_exceptions=True)
+            for end in ends:
                 if isinstance(end, Exception):  # else the reader alone says that the stream ended
                     logs.exception("peer_link_failed", end, server=self.node.node_id)
 
     async def _write(self, call: ServerCall) -> None:
-        """Write queued messages. If the stream breaks, the reader reports why."""
-        try:
-            with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-                while True:
-                    while (message := self._queue.take()) is not None:
-                        await call.write((message,))
-                    self._news.clear()
-                    await self._news.wait()
-        except Exception:
-            call.cancel()  # else nobody would notice that nothing is written any more
-            raise
+        """Write queued messages."""
+        with _writing(call):
+            while True:
+                while (message := self._queue.take()) is not None:
+                    await call.write((message,))
+                self._news.clear()
+                await self._news.wait()
 
-    async def _write_beats(self, beats: ServerCall) -> None:
-        """Write the newest beat. If the stream breaks, its reader ends both."""
-        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+    async def _write_beats(self, beats: ServerCall, call: ServerCall) -> None:
+        """Write the newest beat."""
+        with _writing(call):
             while True:
                 await self._beat_news.wait()
                 self._beat_news.clear()
@@ -231,11 +234,11 @@ class PeerLink:
                     await beats.write((message,))
 
     async def _hear(self, beats: ServerCall, call: ServerCall) -> None:
-        """Read grants, until their stream ends, and the other with it."""
+        """Read grants, until their stream ends, and the other with it. Raises why."""
         try:
-            with contextlib.suppress(grpc.RpcError):
-                async for response in beats:
-                    self._listener.peer_said(self.node.node_id, response)
+            async for response in beats:
+                self._listener.peer_said(self.node.node_id, response)
+            raise Recovering("the peer ended the stream of beats")
         finally:
             call.cancel()
 
@@ -251,6 +254,23 @@ class PeerLink:
         if self._is_troubled:
             self._is_troubled = False
             logs.info("peer_reached", server=self.node.node_id, address=self.node.address)
+
+
+@contextlib.contextmanager
+def _writing(call: ServerCall) -> Iterator[None]:
+    """Around a writer: if its stream breaks, the reader says why; if it fails, the link ends."""
+    try:
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            yield
+    except Exception:
+        call.cancel()  # else nobody would notice that nothing is written any more
+        raise
+
+
+def _is_closing() -> bool:
+    """True if the link is closed, as against a call that was cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class PeerLinks:

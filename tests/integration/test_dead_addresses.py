@@ -396,8 +396,9 @@ class Taking(Answering):
             ).SerializeToString()
 
 
+@pytest.mark.parametrize("what", ["a message", "a beat"])
 def test_a_message_that_cannot_be_written_is_said_in_the_log(
-    caplog: pytest.LogCaptureFixture,
+    what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A bug of ours: the stream is opened again, and its reader alone would not say why."""
 
@@ -406,7 +407,11 @@ def test_a_message_that_cannot_be_written_is_said_in_the_log(
 
         def peer_opened(self, peer: NodeId) -> None:
             del peer
-            self.link.send((cast(bytes, "no bytes"),))
+            broken = cast(bytes, "no bytes")
+            if what == "a beat":
+                self.link.send_beat(broken)
+            else:
+                self.link.send((broken,))
 
         def peer_said(self, peer: NodeId, response: object) -> None: ...
 
@@ -423,3 +428,56 @@ def test_a_message_that_cannot_be_written_is_said_in_the_log(
     asyncio.run(scenario())
     assert "peer_link_failed" in caplog.text
     assert "TypeError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("refusal", "said"),
+    [
+        (NotPermitted("no beats of yours"), "no beats of yours"),
+        (None, "the peer ended the stream of beats"),
+    ],
+)
+def test_a_stream_of_beats_that_ends_says_why(
+    refusal: PushpullError | None, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The stream beside it, which ends with it, knows only that it was cancelled."""
+
+    class WithoutBeats(Answering):
+        async def replicate(
+            self, requests: AsyncIterator[bytes], context: Any
+        ) -> AsyncIterator[bytes]:
+            self.stream_count += 1
+            is_of_beats = self.stream_count == 2
+            await anext(aiter(requests))
+            yield replication_pb2.ReplicateResponse(
+                node_id=self.node_id, incarnation=self.node_id * 10
+            ).SerializeToString()
+            async for _ in requests:
+                if is_of_beats and refusal is not None:
+                    await refuse(context, refusal)
+                if is_of_beats:
+                    return
+
+    class Peer:
+        link: PeerLink
+
+        def peer_opened(self, peer: NodeId) -> None:
+            del peer
+            self.link.send_beat(b"a beat")
+
+        def peer_said(self, peer: NodeId, response: object) -> None: ...
+
+    async def scenario() -> None:
+        peer = Peer()
+        async with grpc_node(WithoutBeats(ONE)) as address:
+            link = peer.link = PeerLink(node(address), WORKER, peer, PeerQueue())
+            with said_in_log("peer_unreachable") as has_said:
+                link.begin()
+                async with asyncio.timeout(10):
+                    await has_said.wait()
+            await link.close()
+
+    asyncio.run(scenario())
+    (line,) = (r.getMessage() for r in caplog.records if "peer_unreachable" in r.getMessage())
+    assert said in line
+    assert "peer_link_failed" not in caplog.text
