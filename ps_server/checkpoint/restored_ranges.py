@@ -8,11 +8,12 @@ Rules:
     - A shard is read once for each time that it is served.
     - A shard is handed over when no other server has anything of its range: backups get the range
       when they join anew, after its last table.
+    - A range of which nothing is to come any more, since its tables failed, is like any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Protocol
 
 from ps_core.keys import RangeId, TableId
@@ -24,8 +25,8 @@ Key = tuple[TableId, RangeId]
 class Replicas(Protocol):
     """The backups of a server's ranges; see `Primary` for each of these."""
 
-    def close_ranges(self, range_ids: Iterable[RangeId]) -> None:
-        """Values of these ranges are about to come from a checkpoint."""
+    def close_only(self, range_ids: Collection[RangeId]) -> None:
+        """Values of these ranges, and of no others, are about to come from a checkpoint."""
 
     def is_without_replicas(self, range_id: RangeId) -> bool:
         """True if no other server has anything of the range, or it is not served here."""
@@ -54,7 +55,7 @@ class RestoredRanges:
         self._reading = {k: each for k, each in reading if k in missing or k not in self._shards}
         self._ready = {key: each for key, each in self._ready.items() if key in missing}
         if self._replicas is not None:
-            self._replicas.close_ranges({range_id for _, range_id in missing})
+            self._replicas.close_only({range_id for _, range_id in missing})
         keys = sorted(missing - self._begun)
         self._begun |= set(keys)
         return keys

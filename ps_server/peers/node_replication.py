@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ps_core.cluster_view import BackupRequest, ClusterView, Session
@@ -312,12 +312,9 @@ class ReplicatedRanges:
 
     # --- values that are loaded
 
-    def close_ranges(self, range_ids: Iterable[RangeId]) -> None:
-        """See `Primary.close`: values of these ranges are about to come from a checkpoint."""
-        for range_id in range_ids:
-            primary = self.replication.primaries.get(range_id)
-            if primary is not None:
-                primary.close()
+    def close_only(self, range_ids: Collection[RangeId]) -> None:
+        """See `Replication.close_only`."""
+        self.replication.close_only(range_ids)
 
     def is_without_replicas(self, range_id: RangeId) -> bool:
         """See `Primary.is_without_replicas`; True for a range that is not served here."""

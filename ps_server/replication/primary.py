@@ -155,6 +155,10 @@ class Primary:
         for node_id in list(self._catching_up):
             self.lost(node_id)
 
+    def reopen(self) -> None:
+        """No more values are about to come: their tables failed, or the last ones came."""
+        self._is_closed = False
+
     @property
     def is_without_replicas(self) -> bool:
         """True if no other server counts, and no decision waits except for more servers, or for a

@@ -447,6 +447,14 @@ class Replication:
         log.begin_logged_snapshot()
         return snapshot
 
+    def close_only(self, range_ids: Container[RangeId]) -> None:
+        """Values of these ranges, and of no others, are about to come without a record."""
+        for range_id, primary in self.primaries.items():
+            if range_id in range_ids:
+                primary.close()
+            else:
+                primary.reopen()
+
     def backup_requests(self, now_s: float) -> list[BackupRequest]:
         """Requests to the scheduler for backups, and for other primaries of missing ranges."""
         before_s, self._looked_s = self._looked_s, now_s

@@ -12,7 +12,7 @@ Oracles:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -326,11 +326,9 @@ class TimelineServer(ReplicatedServer):
                 self.works.between(self._hand_over)
                 return
 
-    def close_ranges(self, range_ids: Iterable[RangeId]) -> None:
+    def close_only(self, range_ids: Collection[RangeId]) -> None:
         """As `ReplicatedRanges`, as both of these."""
-        for range_id in range_ids:
-            if range_id in self.replication.primaries:
-                self.replication.primaries[range_id].close()
+        self.replication.close_only(range_ids)
 
     def is_without_replicas(self, range_id: RangeId) -> bool:
         primary = self.replication.primaries.get(range_id)

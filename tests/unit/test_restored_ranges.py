@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import replace
 
+import pytest
+
 from ps_core.cluster_view import ClusterView, RangeAssignment
+from ps_core.errors import UpdateFailed
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId, key_ranges
 from ps_core.sliced_work import at_once
 from ps_core.tables.table import Table
@@ -55,9 +58,8 @@ class Server:
         self.replication.observe(view, 0.0)
         self.machine.observe(self.replication.serve(0.0))
 
-    def close_ranges(self, range_ids: Iterable[RangeId]) -> None:
-        for range_id in range_ids:
-            self.replication.primaries[range_id].close()
+    def close_only(self, range_ids: Collection[RangeId]) -> None:
+        self.replication.close_only(range_ids)
 
     def is_without_replicas(self, range_id: RangeId) -> bool:
         return self.replication.primaries[range_id].is_without_replicas
@@ -168,6 +170,31 @@ def test_what_waits_for_the_update_log_does_not_keep_values_out() -> None:
     primary.log.begin_logged_snapshot()
     primary.log.written(primary.log.number)
     assert primary.log.release(0.0) == ["an answer"]
+
+
+@pytest.mark.parametrize("served", [[ONE], []])
+def test_a_range_is_open_again_once_the_values_that_are_missing_cannot_come(
+    served: list[Key],
+) -> None:
+    """The checkpoint has lost the values of a table. The others of the range have backups, and are
+    in the update log, all the same: nothing of theirs was released, nor had another copy.
+    """
+    server = Server(has_update_log=True)
+    server.ranges.look()
+    primary = server.replication.primaries[RANGE]
+    for key in served:
+        server.read(key)
+    assert server.hand_over() == [table_id for table_id, _ in served]
+    for table_id, _ in {ONE, TWO}.difference(served):
+        server.machine.refuse_table(table_id, UpdateFailed("the checkpoint cannot be read"))
+    primary.log.lose_logged_snapshot()  # of a range that was taken over; a hand-over does it too
+    needs_snapshot = primary.needs_snapshot
+    assert not needs_snapshot
+    server.see(3, ME, catching_up=OTHER)
+    assert list(snapshots_of(server.replication, 0.0)) == []
+    assert server.ranges.look() == []
+    assert primary.needs_snapshot
+    assert len(list(snapshots_of(server.replication, 0.0))) == 1
 
 
 def test_a_range_that_is_served_again_is_not_read_a_second_time_beside_the_first() -> None:
