@@ -6,7 +6,8 @@
 Rules:
     - Only time in which the server was awake counts: of the time between two looks at most
       `_MOST_LOOK_S`. A server that is paused does not ask its disk for anything.
-    - A disk that goes on, however slowly, answers.
+    - A disk that goes on, however slowly, answers. So an operation is of a bounded number of bytes,
+      or may last; a disk that has one of these is waited for, and said to be.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from ps_core import limits
+from ps_runtime.observe import logs
 
 _MOST_LOOK_S = 1.0
+
+_SAID_S = 5.0
+"""A disk that is busy with one operation for so long is said to be waited for."""
 
 
 class DiskStall:
@@ -29,9 +35,14 @@ class DiskStall:
         self._lasts_s = 0.0
 
     @property
-    def lasts_s(self) -> float:
-        """Seconds for which it has lasted, as of the last look."""
-        return self._lasts_s
+    def is_to_be_said(self) -> bool:
+        """True if the disk is to be said to be waited for, as of the last look."""
+        return self._lasts_s >= _SAID_S
+
+    def has_failed(self, operations: DiskOperations, now_s: float) -> bool:
+        """True if one of these lasts too long that may not; as `is_too_long`."""
+        may_last = operations.may_last  # first: what lasts too long was under way then, too
+        return self.is_too_long(operations.current, now_s) and not may_last
 
     def is_too_long(self, operation: int, now_s: float) -> bool:
         """True if it lasts too long; to be called several times a second.
@@ -69,3 +80,11 @@ class DiskOperations:
             yield
         finally:
             self.current = 0
+
+
+def say_of_wait(path: Path, *, waits: bool) -> None:
+    """Log that the disk of the update log in `path` is waited for, or answers again."""
+    if waits:
+        logs.warning("waiting_for_log_disk", path=str(path), for_s=_SAID_S)
+    else:
+        logs.info("log_disk_answers", path=str(path))

@@ -41,7 +41,7 @@ from ps_runtime.system.disk import DISK, Disk
 from ps_server.replication.backup import Replica
 from ps_server.stores import Shards
 from ps_server.update_log.directory import LogDirectory, boot_id, segments_in
-from ps_server.update_log.disk_stall import DiskOperations, DiskStall
+from ps_server.update_log.disk_stall import DiskOperations, DiskStall, say_of_wait
 from ps_server.update_log.reader import (
     FORMAT_VERSION,
     LogContents,
@@ -56,9 +56,6 @@ from pushpull.v1 import scheduler_pb2
 from pushpull.v1.update_log_pb2 import UpdateLogHeader
 
 ResultT = TypeVar("ResultT")
-
-_SAID_S = 5.0
-"""A disk that is busy with one operation for so long is said to be waited for."""
 
 
 def _nothing(_: str) -> None: ...
@@ -227,11 +224,11 @@ class _Reading:
         end, operations = asyncio.wrap_future(ended), self._operations
         stall, is_told = DiskStall(), False
         while not (await asyncio.wait((end,), timeout=self._means.look_s))[0]:
-            is_too_long = stall.is_too_long(operations.current, self._means.now())
-            if is_told != (stall.lasts_s >= _SAID_S):
+            has_failed = stall.has_failed(operations, self._means.now())
+            if is_told != stall.is_to_be_said:
                 is_told = not is_told
                 self._tell(waits=is_told)
-            if is_too_long and not operations.may_last:
+            if has_failed:
                 problem = f"the disk does not answer for {limits.LOG_STALL_S:g} s"
                 raise _unreadable(self._path, problem)
         if is_told:
@@ -239,12 +236,9 @@ class _Reading:
         return end.result()
 
     def _tell(self, *, waits: bool) -> None:
-        if waits:
-            self._told(f"the disk of the update log in {self._path} does not answer")
-            logs.warning("waiting_for_log_disk", path=str(self._path), for_s=_SAID_S)
-        else:
-            self._told("")
-            logs.info("log_disk_answers", path=str(self._path))
+        reason = f"the disk of the update log in {self._path} does not answer"
+        self._told(reason if waits else "")
+        say_of_wait(self._path, waits=waits)
 
 
 def _unreadable(path: Path, problem: object) -> InvalidUpdateLog:

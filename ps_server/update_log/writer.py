@@ -9,7 +9,10 @@ Rules:
       ranges would wait, and nobody take them over.
     - The header of a writer's first segment is synced, whatever the setting: it shows after a power
       cut that something followed, even if nothing else of that is left.
-    - Before a synced log is written to, the disk has all that its last writers left unsynced.
+    - Before a synced log is written to, the disk has all that its last writers left unsynced. Those
+      syncs alone may last longer: nothing bounds their bytes.
+    - A synced log syncs every `_SYNC_BYTES`, within a group too: a sync of more could last longer
+      than a disk may that is slow, and goes on.
     - Written bytes go to the disk, and out of the system's memory, window by window.
     - The thread also removes old segments, so that a slow disk holds up no loop.
 
@@ -33,13 +36,16 @@ from ps_runtime.observe import logs
 from ps_runtime.system import clock
 from ps_runtime.system.disk import Disk, WriteBehind
 from ps_server.update_log.directory import LogDirectory
-from ps_server.update_log.disk_stall import DiskStall
+from ps_server.update_log.disk_stall import DiskOperations, DiskStall, say_of_wait
 from ps_server.update_log.format import MAGIC, FrameKind, Head, frame_bytes, packed, padding
 from ps_server.update_log.segments import LogSegments
 from pushpull.v1 import update_log_pb2
 
 _PIECES_BYTES = 8 * 1024 * 1024
 """A snapshot is written in operations of so many bytes, or little more."""
+
+_SYNC_BYTES = 64 * 1024 * 1024
+"""A synced log syncs when so many bytes wait for it, or little more."""
 
 _LOOK_S = 0.1
 
@@ -133,7 +139,7 @@ class UpdateLog:
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._writer = _Writer(directory, setting.is_synced, self._queue, self._said)
-        self._stall = DiskStall()
+        self._stall, self._waits = DiskStall(), False
         for number in unsynced if setting.is_synced else ():
             self._queue.put(_UnsyncedSegment(number))
         self._next_segment()
@@ -192,14 +198,17 @@ class UpdateLog:
 
     def look(self, now_s: float) -> None:
         """See that the disk goes on; to be called several times a second."""
-        if self._stall.is_too_long(self._writer.operation, now_s):
+        if self._stall.has_failed(self._writer.operations, now_s):
             self._fail(
                 _problem(self._directory, f"the disk does not answer for {limits.LOG_STALL_S:g} s")
             )
+        if self._waits != self._stall.is_to_be_said:
+            self._waits = not self._waits
+            say_of_wait(self._directory.path, waits=self._waits)
 
     async def close(self) -> None:
         """Write everything that was appended, and release the directory. If the disk does not
-        answer, the lock stays until the process ends.
+        answer, not even a sync that may last, the lock stays until the process ends.
         """
         self.on_written = _nothing
         self._queue.put(None)
@@ -207,7 +216,7 @@ class UpdateLog:
 
     def _end(self) -> None:
         while self._writer.is_alive():
-            if self._stall.is_too_long(self._writer.operation, clock.now_s()):
+            if self._stall.is_too_long(self._writer.operations.current, clock.now_s()):
                 break
             self._writer.join(_LOOK_S)
         self._directory.close()
@@ -221,11 +230,7 @@ def _problem(directory: LogDirectory, said: str) -> str:
 
 
 class _Writer(threading.Thread):
-    """Does jobs until it gets None.
-
-    Attributes:
-        operation: the number of the disk's operation that is under way; 0: none is.
-    """
+    """Does jobs until it gets None. `operations` are its own on the disk."""
 
     def __init__(
         self,
@@ -245,7 +250,8 @@ class _Writer(threading.Thread):
         self._behind = WriteBehind()
         self._segment = 0
         self._group = 0
-        self._operation_count = self.operation = 0
+        self._unsynced_bytes = 0
+        self.operations = DiskOperations()
         directory.is_written = True
 
     def run(self) -> None:
@@ -261,16 +267,11 @@ class _Writer(threading.Thread):
                 self._disk.close(self._descriptor)
             self._directory.is_written = False
 
-    def _note_operation(self) -> None:
-        self._operation_count += 1
-        self.operation = self._operation_count
-
     def _next(self) -> tuple[list[_Job], bool]:
         """Jobs that wait, at least one; and True if the log was closed behind them. A server that
         ends may append more, which nobody sees.
         """
         items: list[_Job] = []
-        self.operation = 0
         while not items or not self._source.empty():
             item = self._source.get()
             if item is None:
@@ -282,14 +283,15 @@ class _Writer(threading.Thread):
         self._group += 1
         written = Written()
         for item in items:
-            self._note_operation()
             match item:
                 case _UnsyncedSegment(number):
-                    self._directory.sync(number)
+                    with self.operations.under_way(may_last=True):
+                        self._directory.sync(number)
                 case _NextSegment():
                     self._begin(item)
                 case _OldSegment(number):
-                    self._remove(number)
+                    with self.operations.under_way():
+                        self._remove(number)
                 case LogItem(kind):
                     self._put(item)
                     written.byte_count += _size(item)
@@ -298,25 +300,32 @@ class _Writer(threading.Thread):
                     if kind in (FrameKind.SNAPSHOT, FrameKind.BEGIN):
                         written.begin_count += 1
         if self._is_synced and self._descriptor is not None:
-            self._note_operation()
-            self._disk.sync(self._descriptor)
+            self._sync(self._descriptor)
         return written
 
     def _begin(self, segment: _NextSegment) -> None:
         is_first = self._descriptor is None
         if self._descriptor is not None:
             if self._is_synced:
-                self._disk.sync(self._descriptor)
-            self._disk.close(self._descriptor)
+                self._sync(self._descriptor)
+            with self.operations.under_way():
+                self._disk.close(self._descriptor)
             self._descriptor = None
-        self._descriptor = self._disk.create(self._directory.segment(segment.number))
-        self._disk.write(self._descriptor, MAGIC, 0)
+        with self.operations.under_way():
+            self._descriptor = self._disk.create(self._directory.segment(segment.number))
+            self._disk.write(self._descriptor, MAGIC, 0)
         self._segment, self._offset, self._behind = segment.number, len(MAGIC), WriteBehind()
         for item in segment.first:
             self._put(item)
         if self._is_synced or is_first:
-            self._disk.sync(self._descriptor)
-            self._disk.sync_directory(self._directory.path)
+            self._sync(self._descriptor)
+            with self.operations.under_way():
+                self._disk.sync_directory(self._directory.path)
+
+    def _sync(self, descriptor: int) -> None:
+        with self.operations.under_way():
+            self._disk.sync(descriptor)
+        self._unsynced_bytes = 0
 
     def _remove(self, number: int) -> None:
         path = self._directory.segment(number)
@@ -339,11 +348,16 @@ class _Writer(threading.Thread):
                 pieces, byte_count = [], 0
 
     def _write_pieces(self, pieces: Sequence[bytes | memoryview]) -> None:
-        if self._descriptor is not None:
-            self._note_operation()
-            self._offset += self._disk.write_all(self._descriptor, pieces, self._offset)
+        if self._descriptor is None:
+            return
+        with self.operations.under_way():
+            byte_count = self._disk.write_all(self._descriptor, pieces, self._offset)
+            self._offset += byte_count
             for window in self._behind.written(self._offset):
                 self._disk.let_go(self._descriptor, *window)
+        self._unsynced_bytes += byte_count
+        if self._is_synced and self._unsynced_bytes >= _SYNC_BYTES:
+            self._sync(self._descriptor)
 
 
 def _size(item: LogItem) -> int:

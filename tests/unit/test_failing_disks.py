@@ -9,6 +9,7 @@ import errno
 import itertools
 import os
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -28,13 +29,15 @@ from ps_runtime.checkpoint.part_writer import (
     WorkerTensor,
     write_worker_part,
 )
-from ps_runtime.system.disk import DISK, Payload
+from ps_runtime.system.disk import DISK, Disk, Payload
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.stores import Shards
 from ps_server.update_log.directory import LogDirectory, segments_in
 from ps_server.update_log.format import FrameKind
 from ps_server.update_log.recovery import read_log
-from ps_server.update_log.writer import LogItem, LogSetting
+from ps_server.update_log.segments import LogSegments
+from ps_server.update_log.writer import LogItem, LogSetting, UpdateLog
+from pushpull.v1.update_log_pb2 import UpdateLogHeader
 from tests.file_limits import no_file_above
 from tests.unit.logged_server import (
     KERNELS,
@@ -204,6 +207,81 @@ def test_a_log_of_a_server_that_was_paused_has_not_failed(tmp_path: Path) -> Non
         await server.end()
 
     asyncio.run(scene())
+
+
+class SlowDisk(Disk):
+    """One that takes its time, and goes on: a sync lasts in proportion to its bytes. The server
+    looks at its log twice a second meanwhile. Written bytes are thrown away.
+    """
+
+    BYTES_A_SECOND = 5_000_000
+
+    def __init__(self) -> None:
+        self.log: Future[UpdateLog] = Future()
+        self.longest_s = self.now_s = 0.0
+        self._unsynced_bytes = 0
+
+    def write_all(self, descriptor: int, pieces: Sequence[bytes | memoryview], offset: int) -> int:
+        del descriptor, offset
+        byte_count = sum(map(len, pieces))
+        self._unsynced_bytes += byte_count
+        return byte_count
+
+    def reopen(self, path: Path) -> int:
+        self._unsynced_bytes = path.stat().st_size
+        return super().reopen(path)
+
+    def sync(self, descriptor: int) -> None:
+        del descriptor
+        lasts_s, self._unsynced_bytes = self._unsynced_bytes / self.BYTES_A_SECOND, 0
+        self.longest_s = max(self.longest_s, lasts_s)
+        for _ in range(int(2 * lasts_s)):
+            self.now_s += 0.5
+            self.log.result(20).look(self.now_s)
+
+
+@pytest.mark.parametrize("of", ["a snapshot", "another segment", "a former segment"])
+def test_a_slow_disk_that_goes_on_has_not_failed(
+    tmp_path: Path, of: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever is synced: a server that ended so would be followed by others that end so too."""
+    disk, piece = SlowDisk(), bytes(1 << 23)
+    size_bytes = int(disk.BYTES_A_SECOND * limits.LOG_STALL_S * 1.5)
+    if of == "a former segment":
+        with (tmp_path / "00000001.log").open("wb") as file:
+            file.truncate(size_bytes)
+
+    async def scene() -> None:
+        former = {} if of != "a former segment" else {1: size_bytes}
+        segments = LogSegments(size_bytes // 2, former, {})
+        log = UpdateLog(
+            LogDirectory(tmp_path, disk),
+            UpdateLogHeader(),
+            LogSetting(size_bytes // 2, is_synced=True),
+            segments,
+            tuple(former),
+        )
+        disk.log.set_result(log)
+        heard = asyncio.Event()
+        log.on_written = lambda _: heard.set()
+        pieces = [(piece,)] * (0 if former else size_bytes // len(piece) + 1)
+        log.append(LogItem(FrameKind.BEGIN, ((b"",),)))
+        if of == "a snapshot":
+            log.append(LogItem(FrameKind.SNAPSHOT, pieces, number=1))
+        for each in pieces if of == "another segment" else ():
+            log.append(LogItem(FrameKind.RECORD, [each], number=1))
+        if of == "another segment":
+            log._next_segment()
+        while log.queued_bytes and log.failure is None:
+            heard.clear()
+            await asyncio.wait_for(heard.wait(), 30)
+        assert log.failure is None
+        await log.close()
+
+    asyncio.run(scene())
+    is_former = of == "a former segment"
+    assert (disk.longest_s > limits.LOG_STALL_S) == is_former
+    assert "event=waiting_for_log_disk" in caplog.text
 
 
 @pytest.mark.parametrize("timeline", [TIMELINE, b"n" * 16])
