@@ -23,6 +23,7 @@ from typing import Self
 from ps_core import limits
 from ps_core.errors import InvalidUpdateLog, Recovering
 from ps_runtime.system.disk import DISK, Disk
+from ps_server.update_log.disk_stall import DiskOperations
 
 _SEGMENT = re.compile(r"([0-9]{8,})\.log")
 _LOG_ID = "log_id"
@@ -35,10 +36,13 @@ class LogDirectory:
     """A directory whose lock this process holds. `log_id` has 16 bytes; `is_new` if it was drawn
     since this process has the lock. `former_ids` are those of logs before it, the newest first:
     nothing of them is claimed any more. While `is_written`, `close` leaves the lock: a thread may
-    yet write, and only the end of the process ends that.
+    yet write, and only the end of the process ends that. `operations` are those of the thread that
+    reads the log; syncs among them may last.
     """
 
-    def __init__(self, path: Path, disk: Disk = DISK) -> None:
+    def __init__(
+        self, path: Path, disk: Disk = DISK, operations: DiskOperations | None = None
+    ) -> None:
         """Take the lock of the directory, which is made if it is missing.
 
         Raises:
@@ -48,8 +52,11 @@ class LogDirectory:
         self.path = path
         self.disk = disk
         self.is_written = False
+        self._operations = operations or DiskOperations()
         try:
-            disk.make_durable_directory(path)
+            if not path.exists():
+                with self._operations.under_way(may_last=True):
+                    disk.make_durable_directory(path)
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             with ExitStack() as cleanup:
                 cleanup.callback(self.close)
@@ -95,7 +102,7 @@ class LogDirectory:
             self.disk.write(descriptor, lines.encode(), 0)
         self.disk.rename(beside, name)
         for directory in (self.path, self.path.parent):  # which may be new
-            self.disk.sync_directory(directory)
+            self._sync_directory(directory)
         self.log_id, self.former_ids, self.is_new = drawn, former_ids, True
 
     def set_aside(self) -> None:
@@ -110,7 +117,7 @@ class LogDirectory:
                 self.disk.remove(old)
             for segment in segments_in(self.path).values():
                 self.disk.rename(segment, segment.with_suffix(_SET_ASIDE))
-            self.disk.sync_directory(self.path)
+            self._sync_directory(self.path)
         except OSError as error:
             raise InvalidUpdateLog(f"{self.path}: it cannot be set aside: {error}") from error
 
@@ -119,9 +126,14 @@ class LogDirectory:
         """A file that is on the disk after the body, and closed."""
         try:
             yield descriptor
-            self.disk.sync(descriptor)
+            with self._operations.under_way(may_last=True):
+                self.disk.sync(descriptor)
         finally:
             self.disk.close(descriptor)
+
+    def _sync_directory(self, path: Path) -> None:
+        with self._operations.under_way(may_last=True):
+            self.disk.sync_directory(path)
 
     def segment(self, number: int) -> Path:
         return self.path / f"{number:08d}.log"

@@ -72,14 +72,23 @@ class DiskOperations:
 
     @contextmanager
     def under_way(self, *, may_last: bool = False) -> Iterator[None]:
-        """An operation, for as long as the body takes."""
-        self._count += 1
-        self.may_last = may_last
-        self.current = self._count
+        """An operation, for as long as the body takes. Within another one it counts alone; what is
+        left of that one counts as one more.
+        """
+        is_within, outer_may_last = bool(self.current), self.may_last
+        self._begin(may_last=may_last)
         try:
             yield
         finally:
-            self.current = 0
+            if is_within:
+                self._begin(may_last=outer_may_last)
+            else:
+                self.current = 0
+
+    def _begin(self, *, may_last: bool) -> None:
+        self._count += 1
+        self.may_last = may_last
+        self.current = self._count
 
 
 def say_of_wait(path: Path, *, waits: bool) -> None:

@@ -162,7 +162,7 @@ async def open_log(
 
     def take() -> LogDirectory:
         with operations.under_way():
-            return LogDirectory(path, means.disk)
+            return LogDirectory(path, means.disk, operations)
 
     def read() -> RecoveredLog:
         directory.is_written = True  # by this thread, whoever waits for it

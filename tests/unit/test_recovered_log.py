@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -342,14 +343,16 @@ def test_a_torn_end_is_off_the_disk_before_another_segment_is_on_it(tmp_path: Pa
 
 
 class SlowStart:
-    """A server that starts with a segment whose first byte does not come, until it is let come. It
+    """A server that starts with a file whose first byte does not come, until it is let come. It
     looks twice a second, by a clock that stands once `until_told` and it has said that it waits.
     """
 
-    def __init__(self, path: Path, *, until_told: bool = False) -> None:
+    def __init__(self, path: Path, name: str = "00000001.log", *, until_told: bool = False) -> None:
+        LogDirectory(path).close()
         self.path = path
         self.told: list[str] = []
-        self._pipe = path / "00000001.log"
+        self._pipe = path / name
+        self._pipe.unlink(missing_ok=True)
         os.mkfifo(self._pipe)
         self._until_told = until_told
         self._now_s = 0.0
@@ -373,11 +376,12 @@ class SlowStart:
         return asyncio.run(open_log(self.path, shards, "", DEADLINE_S, self._tell, means))
 
 
+@pytest.mark.parametrize("name", ["00000001.log", "log_id"])
 def test_a_disk_that_does_not_give_a_log_is_waited_for_and_given_up(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It hung without a word. The lock stays, since the thread that reads may yet write."""
-    start = SlowStart(tmp_path)
+    start = SlowStart(tmp_path, name)
     refused = f"{tmp_path}: .* the disk does not answer for 20 s. It is left as it is: start the"
     with pytest.raises(InvalidUpdateLog, match=refused):
         start.opened()
@@ -395,6 +399,49 @@ def test_a_log_whose_disk_answers_late_is_gone_on_with(tmp_path: Path) -> None:
     assert recovered.sizes == {}
     recovered.directory.close()
     LogDirectory(tmp_path).close()
+
+
+class SlowSyncs(Disk):
+    """A disk whose syncs each last for longer than one operation may, by a clock that goes on by
+    half a second at each look.
+    """
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._syncs: list[tuple[float, threading.Event]] = []
+
+    def now(self) -> float:
+        self._now_s += 0.5
+        for end_s, is_done in list(self._syncs):
+            if self._now_s >= end_s:
+                is_done.set()
+        return self._now_s
+
+    def sync(self, descriptor: int) -> None:
+        del descriptor
+        is_done = threading.Event()
+        self._syncs.append((self._now_s + 1.2 * limits.LOG_STALL_S, is_done))
+        assert is_done.wait(20)
+
+    def sync_directory(self, path: Path) -> None:
+        del path
+        self.sync(0)
+
+
+@pytest.mark.parametrize("left", ["nothing", "another boot's log", "a damaged log"])
+def test_syncs_at_a_start_may_last(tmp_path: Path, left: str) -> None:
+    """A directory that is made, and given another id, and a log that is set aside."""
+    path, disk, told = tmp_path / "log", SlowSyncs(), list[str]()
+    if left != "nothing":
+        log = WrittenLog(path, boot="another" if left == "another boot's log" else boot_id())
+        if left == "a damaged log":
+            damaged(log)
+    means = RecoveryMeans(disk, disk.now, look_s=0.001)
+    shards = Shards(SharedLanes(), {})
+    recovered = asyncio.run(open_log(path, shards, "", DEADLINE_S, told.append, means))
+    recovered.directory.close()
+    assert recovered.directory.is_new
+    assert told[:2] == [f"the disk of the update log in {path} does not answer", ""]
 
 
 def test_a_segment_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path) -> None:
