@@ -339,6 +339,33 @@ def test_a_torn_end_is_off_the_disk_before_another_segment_is_on_it(tmp_path: Pa
     assert disk.sizes == [whole_bytes] == [log.newest.stat().st_size]
 
 
+class CutMeanwhile(Disk):
+    """A disk that cuts a segment when the directory is given another id."""
+
+    def __init__(self, segment: Path) -> None:
+        self._segment = segment
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        os.truncate(self._segment, 4096)
+
+
+def test_an_end_that_is_written_once_more_is_read_first(tmp_path: Path) -> None:
+    """Though nothing is claimed: a page that is not there would end the process with a signal, and
+    one that does not come would keep it from saying so.
+    """
+    WrittenLog(tmp_path, boot="another").begin(Owner(LEFT))
+    owner, log = Owner(RIGHT), SyncedLog(tmp_path, boot="a third", after=1)
+    log.begin(owner)
+    for clock in range(1, 16):
+        log.record(owner.update(clock))
+    with (
+        LogDirectory(tmp_path, CutMeanwhile(log.newest)) as directory,
+        pytest.raises(InvalidUpdateLog, match=r"cannot be continued: .*was cut at byte 4096"),
+    ):
+        read_log(directory, Shards(SharedLanes(), {}), "")
+
+
 # --- a disk that does not answer
 
 
