@@ -184,8 +184,8 @@ class UpdateLogClaim:
         if assignment.range_id not in self.range_ids:
             return False
         known = dict(zip(self.range_ids, self.assignment_epochs, strict=False))
-        epoch = known.get(assignment.range_id, assignment.placed_epoch)
-        return epoch >= assignment.placed_epoch
+        assignment_epoch = known.get(assignment.range_id, assignment.placed_epoch)
+        return assignment_epoch >= assignment.placed_epoch
 
 
 @dataclass(frozen=True, slots=True)
