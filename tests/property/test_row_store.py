@@ -234,6 +234,7 @@ def rows_of(store: RowStore, ids: list[int]) -> list[bytes]:
 ALL_IDS = [0, 1, 2, 3, 2**40, 2**63, 2**64 - 1, 99]
 
 
+@pytest.mark.slow
 @given(
     steps=STEPS,
     kind=st.sampled_from(KINDS),
@@ -301,6 +302,7 @@ class Click:
         return self.beta + self.n > 0.0 and abs(self.z) < self.l1 - 1e-4
 
 
+@pytest.mark.slow
 @given(
     steps=STEPS,
     more=st.tuples(

@@ -29,6 +29,8 @@ from ps_server.values.kernel_fingerprint import kernel_fingerprint
 from ps_server.values.optimizers import BlockState, Optimizer
 from ps_server.values.shard_store import ShardStore
 
+pytestmark = pytest.mark.slow
+
 SHAPES: tuple[tuple[int, ...], ...] = (
     (7,),
     (),

@@ -260,6 +260,7 @@ def fill(path: Path, names: list[str], tensors: tuple[str, ...], step_count: int
 NAMES = st.text(min_size=1, max_size=20)
 
 
+@pytest.mark.slow
 @given(
     names=st.lists(NAMES, min_size=1, max_size=4, unique=True),
     slots=st.lists(NAMES.filter(lambda n: n != "values"), max_size=3, unique=True),
