@@ -50,7 +50,10 @@ def add(gradient: Any, before: Any, left: Any, threshold: Any) -> Any:
         for at in range(len(reached), _CHUNK):
             reaches[at] = 0
         if len(found) < count + _CHUNK:
-            found = np.concatenate((found[:count], np.empty(2 * len(found) + _CHUNK, np.uint32)))
+            more = np.empty(3 * len(found) + _CHUNK, np.uint32)
+            for at in range(count):
+                more[at] = found[at]
+            found = more
         for word in range(len(words)):
             if words[word] != 0:
                 for at in range(_WORD * word, _WORD * word + _WORD):
@@ -59,14 +62,23 @@ def add(gradient: Any, before: Any, left: Any, threshold: Any) -> Any:
     return found[:count]
 
 
-@compiled("void(float32[::1], uint32[::1], float32[::1], uint32[::1])")
 def take_largest(left: Any, places: Any, values: Any, sent: Any) -> None:
+    magnitudes = _magnitudes(left, places)
+    at = len(places) - len(sent)  # numpy finds it: numba would compile a search of its own for 10 s
+    _take(left, places, magnitudes, np.partition(magnitudes, at)[at], values, sent)
+
+
+@compiled("int32[::1](float32[::1], uint32[::1])")
+def _magnitudes(left: Any, places: Any) -> Any:
     bits = left.view(np.int32)
     magnitudes = np.empty(len(places), np.int32)
     for at in range(len(places)):
         magnitudes[at] = bits[places[at]] & _BITS
-    rank = len(places) - len(sent)
-    least = np.partition(magnitudes, rank)[rank]
+    return magnitudes
+
+
+@compiled("void(float32[::1], uint32[::1], int32[::1], int32, float32[::1], uint32[::1])")
+def _take(left: Any, places: Any, magnitudes: Any, least: Any, values: Any, sent: Any) -> None:
     equal_count = len(sent)
     for at in range(len(places)):
         equal_count -= magnitudes[at] > least
