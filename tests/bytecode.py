@@ -2,7 +2,8 @@
 
 Python compiles a module when it is imported, and keeps the bytecode; pytest rewrites the asserts of
 test modules first. Its processes import all modules in one order, so in a fresh clone each of them
-would do it for all; so it is with the loops that numba compiles when they are imported.
+would do it for all; so it is with the loops that numba compiles when they are imported. Others'
+packages come without bytecode (`make` installs them so): each process begins with other ones.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import fcntl
 import importlib
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ from _pytest.assertion.rewrite import (
     try_makedirs,
 )
 
+_LARGE = ("sympy", "numba", "torch.distributed.fsdp", "torch._dynamo")
 _OTHERS = ("ps_*/**/*.py", "scheduler/**/*.py", "protos/**/*.py", "tests/**/*.py")
 
 
@@ -44,6 +47,10 @@ def compile_share(config: pytest.Config) -> None:
     others = sorted(path for path in found if not path.name.startswith("test_"))
     for path in others[place::count]:
         compileall.compile_file(path, quiet=2)
+    for name in (*_LARGE[place:], *_LARGE[:place]):
+        spec = find_spec(name)
+        if spec and spec.cached and not Path(spec.cached).exists():
+            importlib.import_module(name)
     loops = [path for path in others if path.stem.endswith("_loops")]
     for path in loops[place::count] + loops:
         with path.open() as source:
