@@ -8,7 +8,9 @@ Rules:
     - A shard is read once for each time that it is served.
     - A shard is handed over when no other server has anything of its range: backups get the range
       when they join anew, after its last table.
-    - A range of which nothing is to come any more, since its tables failed, is like any other.
+    - A range of which nothing is to come any more, since its tables failed, is like any other. A
+      thread that reads a shard goes on when its table fails: until it has ended, the range is not
+      copied.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class RestoredRanges:
         self._shards = shards
         self._replicas = replicas
         self._begun: set[Key] = set()
-        self._reading: dict[Key, RangeMachine] = {}
+        self._reading: dict[RangeMachine, Key] = {}
         self._ready: dict[Key, dict[int, int]] = {}
 
     def look(self) -> list[Key]:
@@ -51,32 +53,43 @@ class RestoredRanges:
         """
         missing = {key for key, shard in self._shards.items() if is_missing(shard)}
         self._begun &= missing
-        reading = self._reading.items()  # suspended shards too, which may be served again
-        self._reading = {k: each for k, each in reading if k in missing or k not in self._shards}
         self._ready = {key: each for key, each in self._ready.items() if key in missing}
         if self._replicas is not None:
-            self._replicas.close_only({range_id for _, range_id in missing})
+            self._replicas.close_only({range_id for _, range_id in missing} | self._being_read)
         keys = sorted(missing - self._begun)
         self._begun |= set(keys)
         return keys
 
+    @property
+    def _being_read(self) -> set[RangeId]:
+        """Ranges to whose values a thread may write, though their tables have failed."""
+        return {
+            key[1]
+            for shard, key in self._reading.items()
+            if self._shards.get(key, shard) is shard  # suspended, or here
+        }
+
     def begin(self, key: Key) -> RangeMachine | None:
         """The machine of a shard that is to be read now. None if it needs no values any more, or is
-        being read: a second read would write into values that are served.
+        being read: a second read would write into values that are served. `was_read` or `end_read`
+        must follow, when nothing writes to its values any more.
         """
         shard = self._shards.get(key)
         is_needed = shard is not None and is_missing(shard) and key not in self._ready
-        if shard is None or not is_needed or self._reading.get(key) is shard:
+        if shard is None or not is_needed or shard in self._reading:
             return None
-        self._reading[key] = shard
+        self._reading[shard] = key
         return shard
 
     def was_read(self, key: Key, shard: RangeMachine, versions: dict[int, int]) -> None:
         """All of a shard was read, whose machine was `shard` at the begin."""
-        if self._reading.get(key) is shard:
-            del self._reading[key]
+        self.end_read(shard)
         if self._shards.get(key) is shard:
             self._ready[key] = versions
+
+    def end_read(self, shard: RangeMachine) -> None:
+        """A shard is not read any more, whatever came of it. Idempotent."""
+        self._reading.pop(shard, None)
 
     def hand_over(self) -> Iterator[tuple[Key, dict[int, int]]]:
         """Shards that are served from now on, and the versions of their blocks: each is to be
@@ -94,8 +107,8 @@ class RestoredRanges:
             versions = self._ready.pop(key)
             self._begun.discard(key)
             if replicas is not None:
-                is_last = all(range_id != key[1] for _, range_id in self._begun)
-                replicas.replaced(key[1], is_last=is_last)
+                to_come = {range_id for _, range_id in self._begun} | self._being_read
+                replicas.replaced(key[1], is_last=key[1] not in to_come)
             yield key, versions
 
 

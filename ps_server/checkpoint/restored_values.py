@@ -39,7 +39,8 @@ from ps_runtime.checkpoint.part_file import IDS, VALUES, StoredBlock
 from ps_runtime.checkpoint.reader import CheckpointReader
 from ps_runtime.observe import logs
 from ps_runtime.system import clock
-from ps_server.checkpoint.restored_ranges import Key, RestoredRanges
+from ps_server.checkpoint.restored_ranges import Key, RestoredRanges, is_missing
+from ps_server.ranges.range_machine import RangeMachine
 from ps_server.service.node import ParameterNode
 
 _READ_BYTES = 4 << 20
@@ -115,13 +116,19 @@ class RestoredValues:
         return total
 
     async def _load_range(self, restored: RestoredTables, key: Key) -> int:
-        """Load one shard, unless it is gone, or loaded already. Returns its bytes."""
+        """Load one shard, unless it is gone, failed, or loaded already. Returns its bytes."""
         shard = self._ranges.begin(key)
         if shard is None:
             return 0
+        try:
+            return await self._read(restored, key, shard)
+        finally:
+            self._ranges.end_read(shard)
+
+    async def _read(self, restored: RestoredTables, key: Key, shard: RangeMachine) -> int:
         found = await asyncio.to_thread(restored.blocks_of, shard.state.table)
-        if self._node.machine.shards.get(key) is not shard:
-            return 0  # gone meanwhile
+        if self._node.machine.shards.get(key) is not shard or not is_missing(shard):
+            return 0  # gone meanwhile, or its table has failed
         store = self._node.shards.stores[key]
         versions: dict[int, int] = {}
         targets: dict[int, Callable[[str, int], memoryview]] = {}  # the memory of each tensor

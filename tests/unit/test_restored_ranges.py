@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,13 +14,18 @@ from ps_core.errors import UpdateFailed
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId, key_ranges
 from ps_core.sliced_work import at_once
 from ps_core.tables.table import Table
+from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
+from ps_runtime.checkpoint.reader import CheckpointReader
 from ps_server.checkpoint.restored_ranges import Key, RestoredRanges
+from ps_server.checkpoint.restored_values import RestoredTables, RestoredValues
 from ps_server.ranges.range_copy import RangeDelta, fresh_copy
 from ps_server.ranges.server_machine import ServerMachine
 from ps_server.replication.messages import Ack
 from ps_server.replication.range_roles import PLACED_EPOCH, Replication
+from tests.unit.checkpoint_files import WEIGHTS, write_checkpoint
 from tests.unit.machine_harness import make_table
 from tests.unit.snapshots import snapshots_of
+from tests.unit.test_long_turns import Stage
 
 ME, OTHER = NodeId(1), NodeId(2)
 RANGE = RangeId(0)
@@ -195,6 +202,48 @@ def test_a_range_is_open_again_once_the_values_that_are_missing_cannot_come(
     assert server.ranges.look() == []
     assert primary.needs_snapshot
     assert len(list(snapshots_of(server.replication, 0.0))) == 1
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_range_is_not_copied_while_values_that_failed_are_read(looks: bool) -> None:
+    """The thread that reads them does not hear of it: a copy would be of what it writes."""
+    server = Server(has_update_log=True)
+    server.ranges.look()
+    reading = server.ranges.begin(ONE)
+    assert reading is not None
+    server.read(TWO)
+    server.machine.refuse_table(TableId(1), UpdateFailed("the checkpoint cannot be read"))
+    if looks:
+        assert server.ranges.look() == []
+    assert server.hand_over() == [TableId(2)]
+    primary = server.replication.primaries[RANGE]
+    assert primary._is_closed
+    assert server.ranges.look() == []
+    assert primary._is_closed
+    server.ranges.end_read(reading)
+    assert server.ranges.look() == []
+    assert not primary._is_closed
+
+
+def test_nothing_is_read_to_a_table_that_has_failed_meanwhile(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(locate(tmp_path.joinpath("checkpoint").as_uri()))
+    write_checkpoint(directory, 1)
+    stage = Stage(1)
+    restored = Table(TableId(2), 0, WEIGHTS, restored_clock=41)
+    stage.node.observe(replace(stage.view(2), tables=(stage.table, restored)))
+    values = RestoredValues(stage.node)
+    (key,) = values._ranges.look()
+
+    async def fail() -> None:
+        stage.node.refuse_table(TableId(2), UpdateFailed("another block cannot be read"))
+
+    async def scene() -> int:
+        with CheckpointReader(directory) as reader:
+            load = values._load_range(RestoredTables(reader), key)  # it begins first
+            byte_count, _ = await asyncio.gather(load, fail())
+            return byte_count
+
+    assert asyncio.run(scene()) == 0
 
 
 def test_a_range_that_is_served_again_is_not_read_a_second_time_beside_the_first() -> None:
