@@ -30,6 +30,9 @@ _ALIGNMENT = 16
 
 _IS_LAST = 1
 
+GROUP_COUNT = 2**32
+"""Groups are counted modulo this."""
+
 
 class FrameKind(enum.IntEnum):
     """Kinds of payloads."""
@@ -57,7 +60,8 @@ class Head(NamedTuple):
         length: bytes of the payload.
         is_last: a snapshot, or a record, is whole with this frame.
         range_id: 0 for headers and tables.
-        group: frames of one group were written, and synced, together; 0 before they are.
+        group: frames of one group were written together; 0 before they are. In a synced log a group
+            is on the disk, synced in parts if it is large, before the next is begun.
         number: of the record, or of the newest record that a snapshot has; otherwise 0.
         time_s: time of the write, in seconds since 1970 by the server's clock.
     """
@@ -109,10 +113,10 @@ def head_at(written: memoryview, offset: int) -> Head | None:
     return Head(length, known, bool(flags & _IS_LAST), range_id, group, number, time_s)
 
 
-def group_at(written: memoryview, offset: int) -> int | None:
-    """Group in the head at `offset`, which may be damaged; None if `written` ends before it."""
-    is_there = offset + HEAD_BYTES <= len(written)
-    return _HEAD.unpack_from(written, offset)[4] if is_there else None
+def group_at(written: memoryview, offset: int) -> int:
+    """Group in the whole head at `offset`, which may be damaged."""
+    group: int = _HEAD.unpack_from(written, offset)[4]
+    return group
 
 
 def intact_behind(written: memoryview, offset: int, range_count: int) -> Iterator[Head]:

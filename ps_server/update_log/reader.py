@@ -29,6 +29,7 @@ from ps_server.update_log.format import (
     HEAD_BYTES,
     MAGIC,
     FrameKind,
+    GROUP_COUNT,
     Head,
     frame_bytes,
     group_at,
@@ -226,15 +227,19 @@ def _goes_on(segment: Segment, offset: int, group: int) -> bool:
 
     A process that dies leaves nothing behind the frame that it wrote in part. In a synced log only
     frames of a later group, which were written after the broken one was synced, show damage. The
-    broken frame, in the newest segment, is at `offset`; the one before is of `group`.
+    broken frame, in the newest segment, is at `offset`; the one before is of `group`. If its head
+    has no group that can be, as where it is zeros, it counts as one of the group behind it, unless
+    a whole group is missing between the two: in logs of older writers some numbers are of none.
     """
     header = segment.header
     segment.file.read(offset, len(segment.mapped))
     found = intact_behind(segment.mapped, offset, header.range_count)
     if not header.is_synced:
         return next(found, None) is not None
-    behind = {head.group for head in found}
-    own = group_at(segment.mapped, offset)
-    if own in (group, group + 1):
-        return bool(behind - {own})
-    return len(behind) > 1 or not behind <= {group, group + 1}  # zeros, or anything
+    behind = {(head.group - group) % GROUP_COUNT for head in found}  # from the one before
+    if len(behind) != 1:
+        return bool(behind)
+    (newest,) = behind
+    own = (group_at(segment.mapped, offset) - group) % GROUP_COUNT
+    is_another = own != newest and own <= max(newest, 1)
+    return is_another or (header.groups_are_consecutive and newest > 1)

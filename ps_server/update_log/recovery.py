@@ -122,6 +122,7 @@ class RecoveredLog:
             kernel_fingerprint=self.kernel_fingerprint,
             boot_id=self.boot_id,
             is_synced=setting.is_synced,
+            groups_are_consecutive=True,
         )
         segments = LogSegments(
             setting.bound_bytes, self.sizes, self.segments, self.withheld, self.kept_to

@@ -37,7 +37,15 @@ from ps_runtime.system import clock
 from ps_runtime.system.disk import Disk, WriteBehind
 from ps_server.update_log.directory import LogDirectory
 from ps_server.update_log.disk_stall import DiskOperations, DiskStall, say_of_wait
-from ps_server.update_log.format import MAGIC, FrameKind, Head, frame_bytes, packed, padding
+from ps_server.update_log.format import (
+    GROUP_COUNT,
+    MAGIC,
+    FrameKind,
+    Head,
+    frame_bytes,
+    packed,
+    padding,
+)
 from ps_server.update_log.segments import LogSegments
 from pushpull.v1 import update_log_pb2
 
@@ -280,7 +288,8 @@ class _Writer(threading.Thread):
         return items, False
 
     def _write(self, items: Sequence[_Job]) -> Written:
-        self._group += 1
+        # Jobs without frames are of no group: behind a gap a torn end would look like damage.
+        self._group += any(isinstance(item, LogItem | _NextSegment) for item in items)
         written = Written()
         for item in items:
             match item:
@@ -335,7 +344,7 @@ class _Writer(threading.Thread):
             logs.warning("update_log_segment_left", path=str(path), reason=str(error))
 
     def _put(self, item: LogItem) -> None:
-        time_s, group = time.time(), self._group % 2**32
+        time_s, group = time.time(), self._group % GROUP_COUNT
         pieces: list[bytes | memoryview] = []
         byte_count = 0
         for index, payload in enumerate(item.payloads):

@@ -241,6 +241,7 @@ class WrittenLog:
     """
 
     is_synced = False
+    groups_are_consecutive = True
 
     def __init__(
         self,
@@ -276,6 +277,7 @@ class WrittenLog:
         header.segment, header.timeline = self._number, self._timeline
         header.boot_id, header.is_synced = self._boot, self.is_synced
         header.log_id, header.kernel_fingerprint = self._log_id, self.kernels
+        header.groups_are_consecutive = self.groups_are_consecutive
         self._write(FrameKind.HEADER, [header.SerializeToString()])
         self.table(self._of)
 
@@ -348,3 +350,9 @@ class SyncedLog(WrittenLog):
     """One that outlives a power cut, but for its last group."""
 
     is_synced = True
+
+
+class OlderSyncedLog(SyncedLog):
+    """One by a server that counted groups without frames, too."""
+
+    groups_are_consecutive = False

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpushpull/v1/update_log.proto\x12\x0bpushpull.v1\"\xeb\x01\n\x0fUpdateLogHeader\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x0e\n\x06log_id\x18\x02 \x01(\x0c\x12\x0f\n\x07segment\x18\x03 \x01(\x04\x12\x12\n\ncluster_id\x18\x04 \x01(\t\x12\x10\n\x08timeline\x18\x05 \x01(\x0c\x12\x0f\n\x07node_id\x18\x06 \x01(\r\x12\x13\n\x0bincarnation\x18\x07 \x01(\x04\x12\x13\n\x0brange_count\x18\x08 \x01(\r\x12\x1a\n\x12kernel_fingerprint\x18\t \x01(\t\x12\x0f\n\x07\x62oot_id\x18\n \x01(\t\x12\x11\n\tis_synced\x18\x0b \x01(\x08\"Z\n\x0eUpdateLogRange\x12\x10\n\x08range_id\x18\x01 \x01(\r\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x18\n\x10\x61ssignment_epoch\x18\x03 \x01(\x04\x12\x0e\n\x06number\x18\x04 \x01(\x04\x42\x18Z\x16pushpull/v1;pushpullv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpushpull/v1/update_log.proto\x12\x0bpushpull.v1\"\x8b\x02\n\x0fUpdateLogHeader\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x0e\n\x06log_id\x18\x02 \x01(\x0c\x12\x0f\n\x07segment\x18\x03 \x01(\x04\x12\x12\n\ncluster_id\x18\x04 \x01(\t\x12\x10\n\x08timeline\x18\x05 \x01(\x0c\x12\x0f\n\x07node_id\x18\x06 \x01(\r\x12\x13\n\x0bincarnation\x18\x07 \x01(\x04\x12\x13\n\x0brange_count\x18\x08 \x01(\r\x12\x1a\n\x12kernel_fingerprint\x18\t \x01(\t\x12\x0f\n\x07\x62oot_id\x18\n \x01(\t\x12\x11\n\tis_synced\x18\x0b \x01(\x08\x12\x1e\n\x16groups_are_consecutive\x18\x0c \x01(\x08\"Z\n\x0eUpdateLogRange\x12\x10\n\x08range_id\x18\x01 \x01(\r\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x18\n\x10\x61ssignment_epoch\x18\x03 \x01(\x04\x12\x0e\n\x06number\x18\x04 \x01(\x04\x42\x18Z\x16pushpull/v1;pushpullv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,7 +33,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z\026pushpull/v1;pushpullv1'
   _globals['_UPDATELOGHEADER']._serialized_start=46
-  _globals['_UPDATELOGHEADER']._serialized_end=281
-  _globals['_UPDATELOGRANGE']._serialized_start=283
-  _globals['_UPDATELOGRANGE']._serialized_end=373
+  _globals['_UPDATELOGHEADER']._serialized_end=313
+  _globals['_UPDATELOGRANGE']._serialized_start=315
+  _globals['_UPDATELOGRANGE']._serialized_end=405
 # @@protoc_insertion_point(module_scope)

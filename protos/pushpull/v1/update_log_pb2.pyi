@@ -5,7 +5,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class UpdateLogHeader(_message.Message):
-    __slots__ = ("format_version", "log_id", "segment", "cluster_id", "timeline", "node_id", "incarnation", "range_count", "kernel_fingerprint", "boot_id", "is_synced")
+    __slots__ = ("format_version", "log_id", "segment", "cluster_id", "timeline", "node_id", "incarnation", "range_count", "kernel_fingerprint", "boot_id", "is_synced", "groups_are_consecutive")
     FORMAT_VERSION_FIELD_NUMBER: _ClassVar[int]
     LOG_ID_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class UpdateLogHeader(_message.Message):
     KERNEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     IS_SYNCED_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_ARE_CONSECUTIVE_FIELD_NUMBER: _ClassVar[int]
     format_version: int
     log_id: bytes
     segment: int
@@ -28,7 +29,8 @@ class UpdateLogHeader(_message.Message):
     kernel_fingerprint: str
     boot_id: str
     is_synced: bool
-    def __init__(self, format_version: _Optional[int] = ..., log_id: _Optional[bytes] = ..., segment: _Optional[int] = ..., cluster_id: _Optional[str] = ..., timeline: _Optional[bytes] = ..., node_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., range_count: _Optional[int] = ..., kernel_fingerprint: _Optional[str] = ..., boot_id: _Optional[str] = ..., is_synced: _Optional[bool] = ...) -> None: ...
+    groups_are_consecutive: bool
+    def __init__(self, format_version: _Optional[int] = ..., log_id: _Optional[bytes] = ..., segment: _Optional[int] = ..., cluster_id: _Optional[str] = ..., timeline: _Optional[bytes] = ..., node_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., range_count: _Optional[int] = ..., kernel_fingerprint: _Optional[str] = ..., boot_id: _Optional[str] = ..., is_synced: _Optional[bool] = ..., groups_are_consecutive: _Optional[bool] = ...) -> None: ...
 
 class UpdateLogRange(_message.Message):
     __slots__ = ("range_id", "term", "assignment_epoch", "number")
