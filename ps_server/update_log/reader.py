@@ -7,6 +7,8 @@ Rules:
       process that dies leaves at most a short frame; a power cut may leave anything in the last
       group of a synced log. Anything else that is broken is damage. So is a wrong length, which
       looks like an end except that intact frames lie behind it.
+    - The last group of a synced log is checked before anything in it counts: a range begins with no
+      snapshot of a torn end, but where it began before.
 
 Invariants:
     ULR-1  `frames` yields intact frames only.
@@ -15,6 +17,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +29,10 @@ from ps_core.errors import InvalidUpdateLog
 from ps_core.keys import RangeId
 from ps_server.update_log.disk_stall import DiskOperations
 from ps_server.update_log.format import (
+    GROUP_COUNT,
     HEAD_BYTES,
     MAGIC,
     FrameKind,
-    GROUP_COUNT,
     Head,
     frame_bytes,
     group_at,
@@ -44,6 +47,9 @@ from pushpull.v1 import update_log_pb2
 FORMAT_VERSION = 1
 
 _WITHOUT_RANGES = FrameKind.HEADER, FrameKind.TABLE, FrameKind.END
+
+_ENDS_WITHIN = "the segment ends within a frame"
+_IS_DAMAGED = "a frame is damaged: its checksum is another"
 
 _RANGES = 2**16
 """More ranges than any cluster has, for a segment without a header."""
@@ -111,7 +117,7 @@ class LogContents:
         """
         for number, segment in self.segments.items():
             if number >= since:
-                yield from _frames(segment, is_newest=segment is self.newest)
+                yield from _frames(segment)
 
 
 def scan(paths: Mapping[int, Path], operations: DiskOperations | None = None) -> LogContents:
@@ -171,8 +177,10 @@ def _opened(number: int, path: Path, operations: DiskOperations) -> Segment | No
 def _look_through(segment: Segment, starts: dict[RangeId, RangeStart], *, is_newest: bool) -> None:
     end, group = len(MAGIC), 0
     snapshot: RangeStart | None = None
+    broken = _broken_at(segment) if is_newest and segment.header.is_synced else None
+    limit = len(segment.mapped) if broken is None else broken
     try:
-        for offset, head in _heads(segment.file, len(segment.mapped)):
+        for offset, head in _heads(segment.file, limit):
             here, range_id = RangeStart(segment.number, offset), RangeId(head.range_id)
             segment.has_ranges |= head.kind not in _WITHOUT_RANGES
             if head.kind is FrameKind.SNAPSHOT:
@@ -193,7 +201,35 @@ def _look_through(segment: Segment, starts: dict[RangeId, RangeStart], *, is_new
             raise InvalidUpdateLog(f"{segment.path}: {error.message}") from None
     segment.end, segment.is_torn = end, end < len(segment.mapped)
     if segment.is_torn and not (is_newest and not _goes_on(segment, end, group)):
-        raise InvalidUpdateLog(f"{segment.path}: at byte {end}: the segment ends within a frame")
+        said = _ENDS_WITHIN if broken is None else _IS_DAMAGED
+        raise InvalidUpdateLog(f"{segment.path}: at byte {end}: {said}")
+
+
+def _broken_at(segment: Segment) -> int | None:
+    """The place of the first broken frame among those that a power cut may have torn: from the end
+    back to a frame of another group than those behind it, before which all was synced.
+    """
+    file, places = segment.file, array("Q")
+    group: int | None = None
+    with contextlib.suppress(InvalidUpdateLog):  # after a power cut there may be zeros
+        places.extend(offset for offset, _ in _heads(file, len(file.mapped)))
+    broken = None
+    for offset in reversed(places):
+        file.read(offset, offset + HEAD_BYTES)
+        head = head_at(file.mapped, offset)
+        if head is None or not _is_intact(segment, offset, head):
+            broken = offset
+        elif group in (None, head.group):
+            group = head.group
+        else:
+            break
+    return broken
+
+
+def _is_intact(segment: Segment, offset: int, head: Head) -> bool:
+    """See `is_intact`; the frame is in memory then."""
+    segment.file.read(offset, offset + frame_bytes(head.length))
+    return is_intact(segment.mapped, offset, head)
 
 
 def _heads(file: SegmentFile, end: int) -> Iterator[tuple[int, Head]]:
@@ -206,20 +242,11 @@ def _heads(file: SegmentFile, end: int) -> Iterator[tuple[int, Head]]:
         file.read(offset, offset + HEAD_BYTES)
 
 
-def _frames(segment: Segment, *, is_newest: bool) -> Iterator[LogFrame]:
-    mapped, group = segment.mapped, 0
+def _frames(segment: Segment) -> Iterator[LogFrame]:
     for offset, head in _heads(segment.file, segment.end):
-        segment.file.read(offset, offset + frame_bytes(head.length))
-        if not is_intact(mapped, offset, head):
-            is_torn = is_newest and segment.header.is_synced  # only a power cut leaves such ones
-            if is_torn and not _goes_on(segment, offset, group):
-                segment.end, segment.is_torn = offset, True
-                return
-            raise InvalidUpdateLog(
-                f"{segment.path}: at byte {offset}: a frame is damaged: its checksum is another"
-            )
-        yield LogFrame(segment.number, offset, head, payload_at(mapped, offset, head))
-        group = head.group
+        if not _is_intact(segment, offset, head):
+            raise InvalidUpdateLog(f"{segment.path}: at byte {offset}: {_IS_DAMAGED}")
+        yield LogFrame(segment.number, offset, head, payload_at(segment.mapped, offset, head))
 
 
 def _goes_on(segment: Segment, offset: int, group: int) -> bool:

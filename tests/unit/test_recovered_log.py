@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from ps_server.lane.lane_socket import SharedLanes
 from ps_server.replay.run_log import read_run
 from ps_server.stores import Shards
 from ps_server.update_log.directory import LogDirectory, boot_id, segments_in
-from ps_server.update_log.format import MAGIC
+from ps_server.update_log.format import HEAD_BYTES, MAGIC, FrameKind, frame_bytes, head_at
 from ps_server.update_log.reader import scan
 from ps_server.update_log.recovery import (
     RecoveredLog,
@@ -32,7 +33,7 @@ from ps_server.update_log.recovery import (
     read_log,
 )
 from pushpull.v1.update_log_pb2 import UpdateLogHeader
-from tests.unit.written_logs import LEFT, RIGHT, Owner, SyncedLog, WrittenLog
+from tests.unit.written_logs import LEFT, RIGHT, OlderSyncedLog, Owner, SyncedLog, WrittenLog
 
 DEADLINE_S = 1.0
 
@@ -275,6 +276,90 @@ def test_what_is_written_after_damage_is_gone_on_with(tmp_path: Path) -> None:
     assert found.replicas[LEFT].number == 1
     assert found.directory.log_id == recovered.directory.log_id != before
     assert len(read_run(tmp_path).changes) == 1
+
+
+def zero(log: WrittenLog, begin: int, end: int) -> None:
+    """A power cut: this part was not synced."""
+    with log.newest.open("r+b") as file:
+        file.seek(begin)
+        file.write(bytes(end - begin))
+
+
+def written(log: WrittenLog, write: Callable[[], None]) -> range:
+    """The place of the first frame that this writes."""
+    at = log.newest.stat().st_size
+    write()
+    head = head_at(memoryview(log.newest.read_bytes()), at)
+    assert head is not None
+    return range(at, at + frame_bytes(head.length))
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "number"),
+    [
+        (OlderSyncedLog, 3, 1),
+        (OlderSyncedLog, 0, 1),
+        (OlderSyncedLog, 2, None),
+        (OlderSyncedLog, 1, None),
+        (SyncedLog, 3, None),
+        (SyncedLog, 0, None),
+    ],
+)
+def test_a_group_that_is_missing_is_damage_where_all_have_frames(
+    tmp_path: Path, kind: type[SyncedLog], own: int, number: int | None
+) -> None:
+    """Its frame is lost, and `own` is the group that its head has left. Older servers counted jobs
+    without frames: the frame may be of the group behind it, which was not synced.
+    """
+    owner, log = Owner(LEFT), kind(tmp_path)
+    log.begin(owner)
+    log.record(owner.update(1))
+    log.group = 3
+    lost = written(log, lambda: log.record(owner.update(2)))
+    log.record(owner.update(3))
+    zero(log, lost.start + (HEAD_BYTES if own else 0), lost.stop)
+    with log.newest.open("r+b") as file:
+        file.seek(lost.start + 8)
+        file.write(own.to_bytes(4, "little"))
+    found = opened(tmp_path).replicas
+    assert {r: each.number for r, each in found.items()} == ({LEFT: number} if number else {})
+    assert bool(list(tmp_path.glob("*.damaged"))) == (number is None)
+
+
+@pytest.mark.parametrize("torn", ["record", "snapshot"])
+def test_a_range_whose_newest_snapshot_is_torn_begins_where_it_did_before(
+    tmp_path: Path, torn: str
+) -> None:
+    """Or whose snapshot lies behind a torn frame. The log would say that nobody has seen anything
+    of the range, and it would begin anew, without its training.
+    """
+    left, right = Owner(LEFT), Owner(RIGHT)
+    log = SyncedLog(tmp_path)
+    for owner in (left, right):
+        log.begin(owner)
+        log.record(owner.update(1))
+    log.group += 1
+    record = written(log, lambda: log.record(right.update(2)))
+    snapshot = written(log, lambda: log.snapshot(left))
+    lost = record if torn == "record" else snapshot
+    zero(log, lost.start + HEAD_BYTES, lost.stop)
+    numbers = {LEFT: 1, RIGHT: 1 if torn == "record" else 2}
+    for _ in range(2):
+        assert {r: each.number for r, each in opened(tmp_path).replicas.items()} == numbers
+        assert log.newest.stat().st_size == lost.start
+
+
+def test_a_torn_end_is_cut_by_whoever_writes_next(tmp_path: Path) -> None:
+    """Though they claim nothing: behind their segment it would be damage."""
+    owner, log = Owner(LEFT), SyncedLog(tmp_path)
+    log.begin(owner)
+    log.group += 1
+    lost = written(log, lambda: log.record(owner.update(1)))
+    zero(log, lost.start + HEAD_BYTES, lost.stop)
+    assert not opened(tmp_path, "others").replicas
+    log.kernels = "others"
+    log.segment()
+    assert opened(tmp_path).replicas.keys() == {LEFT}
 
 
 def test_of_damaged_logs_the_newest_is_left(tmp_path: Path) -> None:
