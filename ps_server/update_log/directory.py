@@ -24,6 +24,7 @@ from ps_core import limits
 from ps_core.errors import InvalidUpdateLog, Recovering
 from ps_runtime.system.disk import DISK, Disk
 from ps_server.update_log.disk_stall import DiskOperations
+from ps_server.update_log.segment_file import SegmentFile
 
 _SEGMENT = re.compile(r"([0-9]{8,})\.log")
 _LOG_ID = "log_id"
@@ -155,20 +156,19 @@ class LogDirectory:
             pass
         self.disk.sync_directory(self.path)
 
-    def make_durable(self, number: int, content: memoryview, begin: int) -> None:
-        """Have a segment on the disk, with this content and nothing behind it.
+    def make_durable(self, number: int, file: SegmentFile, begin: int, end: int) -> None:
+        """Have a segment on the disk, with what its file has up to byte `end` and nothing behind.
 
-        Content from byte `begin` on, where the last sync ended, is written once more: its writer
-        may have been killed before the next sync, or that may have failed, and then the system may
-        take for written what is not.
+        From byte `begin` on, where the last sync ended, it is written once more: its writer may
+        have been killed before the next sync, or that may have failed, and then the system may take
+        for written what is not. This may be gigabytes: each piece is read when its turn comes.
 
         Blocking: until the disk has it.
         """
         with self._synced(self.disk.reopen(self.segment(number))) as descriptor:
-            for at in range(begin, len(content), _PIECE_BYTES):
-                # A copy: it lies in the memory of the file that is written.
-                self.disk.write(descriptor, bytes(content[at : at + _PIECE_BYTES]), at)
-            self.disk.truncate(descriptor, len(content))
+            for at in range(begin, end, _PIECE_BYTES):
+                self.disk.write(descriptor, file.copy(at, min(at + _PIECE_BYTES, end)), at)
+            self.disk.truncate(descriptor, end)
         self.disk.sync_directory(self.path)
 
     def close(self) -> None:

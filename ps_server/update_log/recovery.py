@@ -301,8 +301,6 @@ def _read(
             if segment.header.log_id == directory.log_id and not segment.header.is_synced
         )
         replicas = replayed(replace(contents, starts=claim.starts), shards)
-        if newest.header.is_synced:  # a log that claims nothing was not replayed
-            newest.file.read(newest.last_group, newest.end)
         with operations.under_way(may_last=True):
             _make_durable(directory, newest)
     except InvalidUpdateLog as error:
@@ -334,11 +332,9 @@ def _read(
 
 
 def _make_durable(directory: LogDirectory, newest: Segment) -> None:
-    """Have the disk take what the log goes on from, and nothing behind it. Of a synced log the last
-    group was read.
-    """
+    """Have the disk take what the log goes on from, and nothing behind it."""
     if newest.header.is_synced:
-        directory.make_durable(newest.number, newest.mapped[: newest.end], newest.last_group)
+        directory.make_durable(newest.number, newest.file, newest.last_group, newest.end)
     elif newest.is_torn:
         directory.cut(newest.number, newest.end)
 

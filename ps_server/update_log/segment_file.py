@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 from ps_server.update_log.disk_stall import DiskOperations
@@ -47,6 +48,17 @@ class SegmentFile:
         Raises:
             OSError: as of the system; also if the file was cut since it was opened.
         """
+        for _ in self._pieces(begin, end):
+            pass
+
+    def copy(self, begin: int, end: int) -> bytes:
+        """The bytes from `begin` to `end`, as the system has them; raises as `read`. For who uses
+        them later: the system may drop mapped pages, and would read them again.
+        """
+        return b"".join(map(bytes, self._pieces(begin, end)))
+
+    def _pieces(self, begin: int, end: int) -> Iterator[memoryview]:
+        """Pieces that are read, each until the next."""
         offset, end = begin, min(end, len(self.mapped))
         while offset < end:
             piece = self._piece[: end - offset]
@@ -54,4 +66,5 @@ class SegmentFile:
                 count = os.preadv(self._descriptor, [piece], offset)
             if not count:
                 raise OSError(errno.EIO, f"the file was cut at byte {offset}", str(self._path))
+            yield piece[:count]
             offset += count

@@ -18,7 +18,7 @@ from ps_core import limits
 from ps_core.cluster_view import Role, Session
 from ps_core.errors import InvalidUpdateLog, Recovering
 from ps_core.keys import Incarnation, NodeId
-from ps_runtime.system.disk import Disk
+from ps_runtime.system.disk import Disk, Payload
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.replay.run_log import read_run
 from ps_server.stores import Shards
@@ -447,6 +447,33 @@ def test_an_end_that_is_written_once_more_is_read_first(tmp_path: Path) -> None:
     with (
         LogDirectory(tmp_path, CutMeanwhile(log.newest)) as directory,
         pytest.raises(InvalidUpdateLog, match=r"cannot be continued: .*was cut at byte 4096"),
+    ):
+        read_log(directory, Shards(SharedLanes(), {}), "")
+
+
+class CutBehind(Disk):
+    """A disk that cuts a segment behind each large piece that is written to it."""
+
+    def __init__(self, segment: Path) -> None:
+        self._segment = segment
+
+    def write(self, descriptor: int, payload: Payload, offset: int) -> None:
+        super().write(descriptor, payload, offset)
+        if len(payload) > 1_000_000:
+            os.truncate(self._segment, offset + len(payload))
+
+
+def test_each_piece_of_an_end_is_read_when_it_is_written_once_more(tmp_path: Path) -> None:
+    """An end may be gigabytes: the first pieces that were read have left the memory when the last
+    ones have come to it, and whoever used one of them would wait for the disk, or end.
+    """
+    WrittenLog(tmp_path, boot="another").begin(Owner(LEFT))
+    log = SyncedLog(tmp_path, boot="a third", after=1)
+    for _ in range(2):
+        log._write(FrameKind.RECORD, [bytes(8 << 20)], RIGHT, 1)
+    with (
+        LogDirectory(tmp_path, CutBehind(log.newest)) as directory,
+        pytest.raises(InvalidUpdateLog, match=f"was cut at byte {8 << 20}:"),
     ):
         read_log(directory, Shards(SharedLanes(), {}), "")
 
