@@ -115,9 +115,11 @@ class LogDirectory:
         try:
             self.renew()
             for old in self.path.glob(f"*{_SET_ASIDE}"):
-                self.disk.remove(old)
+                with self._operations.under_way():  # each alone: all of them may take long
+                    self.disk.remove(old)
             for segment in segments_in(self.path).values():
-                self.disk.rename(segment, segment.with_suffix(_SET_ASIDE))
+                with self._operations.under_way():
+                    self.disk.rename(segment, segment.with_suffix(_SET_ASIDE))
             self._sync_directory(self.path)
         except OSError as error:
             raise InvalidUpdateLog(f"{self.path}: it cannot be set aside: {error}") from error

@@ -272,7 +272,8 @@ class _Writer(threading.Thread):
             self._say(None, _problem(self._directory, str(error) or type(error).__name__))
         finally:
             if self._descriptor is not None:
-                self._disk.close(self._descriptor)
+                with self.operations.under_way():  # a network's file is written when it is closed
+                    self._disk.close(self._descriptor)
             self._directory.is_written = False
 
     def _next(self) -> tuple[list[_Job], bool]:

@@ -160,6 +160,42 @@ def test_a_log_whose_disk_does_not_answer_has_failed(tmp_path: Path) -> None:
     assert recovered(path).recovered_log.is_claimed
 
 
+class ClosingLate(Disk):
+    """A disk that says when it closes a file, and waits with it."""
+
+    def __init__(self) -> None:
+        self.closes, self.goes_on = threading.Event(), threading.Event()
+        self.goes_on.set()
+
+    def close(self, descriptor: int) -> None:
+        self.closes.set()
+        assert self.goes_on.wait(20)
+        super().close(descriptor)
+
+
+def test_a_log_whose_disk_does_not_close_its_last_file_has_failed(tmp_path: Path) -> None:
+    """A network's file is written when it is closed. The server would never end."""
+    disk = ClosingLate()
+
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting(disk=disk))
+        await server.push(1)
+        disk.closes.clear()
+        disk.goes_on.clear()
+        server.log._queue.put(None)
+        assert await asyncio.to_thread(disk.closes.wait, 20)
+        for number in range(int(3 * limits.LOG_STALL_S)):
+            server.log.look(number / 2 - 2 * limits.LOG_STALL_S)
+        assert server.log.failure is not None
+        await server.end()
+        disk.goes_on.set()
+        await asyncio.to_thread(server.log._writer.join)
+        server.recovered_log.directory.close()  # as the end of the process
+
+    asyncio.run(scene())
+    assert recovered(tmp_path).recovered_log.is_claimed
+
+
 def test_a_failed_log_ends_a_server_whatever_that_is_at(tmp_path: Path) -> None:
     """What it is at may wait for the same disk, and would keep its ranges for as long."""
     disk = BrokenDisk()

@@ -541,25 +541,32 @@ def test_a_log_whose_disk_answers_late_is_gone_on_with(tmp_path: Path) -> None:
 
 
 class SlowSyncs(Disk):
-    """A disk whose syncs each last for longer than one operation may, by a clock that goes on by
-    half a second at each look.
+    """A disk whose syncs each last for longer than one operation may, and whose removals almost as
+    long, by a clock that goes on by half a second at each look.
     """
 
     def __init__(self) -> None:
         self._now_s = 0.0
-        self._syncs: list[tuple[float, threading.Event]] = []
+        self._operations: list[tuple[float, threading.Event]] = []
 
     def now(self) -> float:
         self._now_s += 0.5
-        for end_s, is_done in list(self._syncs):
+        for end_s, is_done in list(self._operations):
             if self._now_s >= end_s:
                 is_done.set()
         return self._now_s
 
     def sync(self, descriptor: int) -> None:
         del descriptor
+        self._last(1.2 * limits.LOG_STALL_S)
+
+    def remove(self, path: Path) -> None:
+        self._last(0.8 * limits.LOG_STALL_S)
+        super().remove(path)
+
+    def _last(self, for_s: float) -> None:
         is_done = threading.Event()
-        self._syncs.append((self._now_s + 1.2 * limits.LOG_STALL_S, is_done))
+        self._operations.append((self._now_s + for_s, is_done))
         assert is_done.wait(20)
 
     def sync_directory(self, path: Path) -> None:
@@ -567,14 +574,20 @@ class SlowSyncs(Disk):
         self.sync(0)
 
 
-@pytest.mark.parametrize("left", ["nothing", "another boot's log", "a damaged log"])
+@pytest.mark.parametrize(
+    "left", ["nothing", "another boot's log", "a damaged log", "two damaged logs"]
+)
 def test_syncs_at_a_start_may_last(tmp_path: Path, left: str) -> None:
-    """A directory that is made, and given another id, and a log that is set aside."""
+    """A directory that is made, and given another id, and a log that is set aside, in place of one
+    of before.
+    """
     path, disk, told = tmp_path / "log", SlowSyncs(), list[str]()
     if left != "nothing":
         log = WrittenLog(path, boot="another" if left == "another boot's log" else boot_id())
-        if left == "a damaged log":
+        if left in ("a damaged log", "two damaged logs"):
             damaged(log)
+        for number in range(3 if left == "two damaged logs" else 0):
+            (path / f"0000001{number}.damaged").touch()
     means = RecoveryMeans(disk, disk.now, look_s=0.001)
     shards = Shards(SharedLanes(), {})
     recovered = asyncio.run(open_log(path, shards, "", DEADLINE_S, told.append, means))
