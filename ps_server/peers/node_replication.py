@@ -146,8 +146,12 @@ class ReplicatedRanges:
         if self.update_log is not None:
             self._encoded_log.observe_tables(view.tables_by_id)
             self.logged.observe(lost)
-        if lost:
-            logs.warning("ranges_given_up", view=view.view_number, ranges=len(lost))
+        anew = self.replication.placed_anew
+        if anew:
+            logs.info("ranges_placed_anew", view=view.view_number, ranges=len(anew))
+        given_up = set(lost) - anew
+        if given_up:
+            logs.warning("ranges_given_up", view=view.view_number, ranges=len(given_up))
         kept = self.replication.deposed.difference(lost)
         if kept:
             logs.warning("ranges_suspended", view=view.view_number, ranges=len(kept))

@@ -62,6 +62,7 @@ class Replication:
         suspended: ranges that it was primary of, and may be again.
         renewed: ranges that have another epoch since the newest view.
         deposed: ranges that have another primary since the newest view.
+        placed_anew: ranges that were placed, empty, since this server had them, by the newest view.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Replication:
         self.suspended: dict[RangeId, Primary] = {}
         self.renewed: set[RangeId] = set()
         self.deposed: set[RangeId] = set()
+        self.placed_anew: frozenset[RangeId] = frozenset()
         self._node_id = node_id
         self._machine = machine
         self._lease_s = lease_s
@@ -116,12 +118,12 @@ class Replication:
         """
         effects = yield from self._removing(self.removed_by(view))
         given_up: set[RangeId] = set()
-        placed_anew = self._placed_anew(view)
-        self._former = self._taking_out(placed_anew)
+        self.placed_anew = self._placed_anew(view)
+        self._former = self._taking_out(self.placed_anew)
         self._view = view
         self.renewed, self.deposed = set(), set()
         self._with_catching_up = [r for r in view.ranges if r.catching_up]
-        lost = [*placed_anew, *self._not_given_back(view)]
+        lost = [*sorted(self.placed_anew), *self._not_given_back(view)]
         for assignment in view.ranges:
             range_id = assignment.range_id
             if assignment.primary == self._node_id:
@@ -193,15 +195,15 @@ class Replication:
         reads = primary.log.take_out(lambda held: isinstance(held, AnswerPull | RefusePull))
         return [RefusePull(held.waiter, held.table_id, range_id, error) for held in reads]  # type: ignore[attr-defined]
 
-    def _placed_anew(self, view: ClusterView) -> list[RangeId]:
+    def _placed_anew(self, view: ClusterView) -> frozenset[RangeId]:
         """Ranges that were placed, empty, since this server had them; views that said so may have
         passed it by.
         """
-        return [
+        return frozenset(
             r.range_id
             for r in view.ranges
             if self._had.get(r.range_id, r.placed_epoch) < r.placed_epoch
-        ]
+        )
 
     def _taking_out(self, range_ids: Iterable[RangeId]) -> dict[RangeId, Replica]:
         """Take out all that is here of ranges that were placed anew; returns the replicas."""

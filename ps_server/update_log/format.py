@@ -50,7 +50,9 @@ class FrameKind(enum.IntEnum):
     TAKEN_OVER = 6
     """UpdateLogRange: another server goes on with the range, from where the log is."""
     END = 7
-    """UpdateLogRange: the range has another primary, or none; its frames are history."""
+    """UpdateLogRange: the range has another primary, or none, or was placed anew, perhaps for this
+    same server; its frames are history.
+    """
 
 
 class Head(NamedTuple):

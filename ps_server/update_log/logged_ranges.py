@@ -3,7 +3,7 @@
     range placed       --> BEGIN, records
     range taken over   --> SNAPSHOT, records        nothing of it is seen before the log has that
     log taken over     --> TAKEN_OVER, records
-    range lost         --> END
+    range lost         --> END; also if it was placed anew, before its BEGIN
     range withheld     --> END, once it stands elsewhere
 
 Rules:
@@ -54,7 +54,7 @@ class LogWriter(Protocol):
     def write_record(self, record: LogRecord) -> None: ...
 
     def end(self, range_id: RangeId) -> None:
-        """The range is another server's."""
+        """The range is another server's, or was placed anew: what the log has of it is history."""
 
 
 class LoggedRanges:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import queue
 import random
 import shutil
-from collections.abc import Callable, Coroutine, Sequence
 import threading
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 from ps_core.cluster_view import Role, Session
 from ps_core.errors import InvalidUpdateLog, Recovering
-from ps_core.keys import Incarnation, NodeId, RangeId, TableId
+from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
 from ps_core.tables.elements import Initializer, InitializerKind
 from ps_core.tables.table import Table
 from ps_runtime.cluster import wire
@@ -243,6 +244,28 @@ def test_the_segment_in_which_a_range_is_about_to_begin_is_kept(tmp_path: Path) 
         await server.end()
 
     ran(scene)
+
+
+def test_a_range_that_is_placed_anew_is_not_said_to_be_given_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its server was not silent; here it is primary of it again."""
+
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting())
+        await server.push(1)
+        ranges = tuple(
+            replace(each, assignment_epoch=AssignmentEpoch(9), placed_epoch=AssignmentEpoch(9))
+            for each in server.view.ranges
+        )
+        with caplog.at_level(logging.INFO, "pushpull"):
+            server.node.observe(replace(server.view, view_number=2, ranges=ranges))
+            server.node.works.finish()
+        await server.end()
+
+    ran(scene)
+    assert "event=ranges_placed_anew view=2 ranges=2" in caplog.text
+    assert "ranges_given_up" not in caplog.text
 
 
 # --- what does not
@@ -493,29 +516,6 @@ def test_a_synced_log_answers_when_the_disk_has_it(tmp_path: Path) -> None:
     ran(scene)
 
 
-def test_a_log_ends_whatever_is_appended_behind_its_end(tmp_path: Path) -> None:
-    """Streams go on while a server ends."""
-    source: queue.SimpleQueue[LogItem | None] = queue.SimpleQueue()
-    source.put(None)
-    source.put(LogItem(FrameKind.END, ((b"",),), RangeId(1)))
-    with LogDirectory(tmp_path) as directory:
-        writer = _Writer(directory, False, source, lambda _written, _problem: None)  # type: ignore[arg-type]
-        writer.start()
-        writer.join(30.0)
-        assert not writer.is_alive()
-
-
-# --- the directory
-
-
-def test_one_process_has_a_directory(tmp_path: Path) -> None:
-    """LOG-3."""
-    first = LogDirectory(tmp_path)
-    with pytest.raises(Recovering, match="another server writes this update log"):
-        LogDirectory(tmp_path)
-    first.close()
-    first.close()
-    with LogDirectory(tmp_path) as second:
 class Removing(Disk):
     """A disk that says when it removes a segment, and waits with it."""
 
@@ -560,6 +560,29 @@ def test_a_torn_end_is_no_damage_though_a_segment_was_removed_before_it(tmp_path
     assert found.values == answered
 
 
+def test_a_log_ends_whatever_is_appended_behind_its_end(tmp_path: Path) -> None:
+    """Streams go on while a server ends."""
+    source: queue.SimpleQueue[LogItem | None] = queue.SimpleQueue()
+    source.put(None)
+    source.put(LogItem(FrameKind.END, ((b"",),), RangeId(1)))
+    with LogDirectory(tmp_path) as directory:
+        writer = _Writer(directory, False, source, lambda _written, _problem: None)  # type: ignore[arg-type]
+        writer.start()
+        writer.join(30.0)
+        assert not writer.is_alive()
+
+
+# --- the directory
+
+
+def test_one_process_has_a_directory(tmp_path: Path) -> None:
+    """LOG-3."""
+    first = LogDirectory(tmp_path)
+    with pytest.raises(Recovering, match="another server writes this update log"):
+        LogDirectory(tmp_path)
+    first.close()
+    first.close()
+    with LogDirectory(tmp_path) as second:
         assert second.log_id == first.log_id
 
 
