@@ -25,6 +25,8 @@ _MOST_LOOK_S = 1.0
 _SAID_S = 5.0
 """A disk that is busy with one operation for so long is said to be waited for."""
 
+_REMEDY = "mend the disk, and start the server again if it ends; nothing, if the disk is only slow"
+
 
 class DiskStall:
     """Time for which a disk is busy with one operation, as seen by another thread."""
@@ -94,6 +96,6 @@ class DiskOperations:
 def say_of_wait(path: Path, *, waits: bool) -> None:
     """Log that the disk of the update log in `path` is waited for, or answers again."""
     if waits:
-        logs.warning("waiting_for_log_disk", path=str(path), for_s=_SAID_S)
+        logs.warning("waiting_for_log_disk", path=str(path), for_s=_SAID_S, remedy=_REMEDY)
     else:
         logs.info("log_disk_answers", path=str(path))

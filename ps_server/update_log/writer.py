@@ -12,7 +12,9 @@ Rules:
     - Before a synced log is written to, the disk has all that its last writers left unsynced. Those
       syncs alone may last longer: nothing bounds their bytes.
     - A synced log syncs every `_SYNC_BYTES`, within a group too: a sync of more could last longer
-      than a disk may that is slow, and goes on.
+      than a disk may that is slow, and goes on. A disk that takes less than that in `LOG_STALL_S`,
+      3.2 MB a second, fails all the same.
+    - Groups of frames are counted without gaps.
     - Written bytes go to the disk, and out of the system's memory, window by window.
     - The thread also removes old segments, so that a slow disk holds up no loop.
 

@@ -525,7 +525,7 @@ def test_a_disk_that_does_not_give_a_log_is_waited_for_and_given_up(
     with pytest.raises(InvalidUpdateLog, match=refused):
         start.opened()
     assert start.told == [f"the disk of the update log in {tmp_path} does not answer"]
-    assert f"event=waiting_for_log_disk path={tmp_path} for_s=5" in caplog.text
+    assert f"event=waiting_for_log_disk path={tmp_path} for_s=5.000 remedy=" in caplog.text
     with pytest.raises(Recovering, match="another server writes this update log"):
         LogDirectory(tmp_path)
     start.answer()
