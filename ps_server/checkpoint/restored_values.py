@@ -7,7 +7,8 @@ Rules:
     - Until a range is loaded it has no initial values: pulls and steps wait. Until its backups have
       joined anew, as `restored_ranges` says, it has one replica.
     - Every byte is checked against its checksum before the range counts as loaded. A block that
-      cannot be read fails its table, with file and reason: nobody trains on half a checkpoint.
+      cannot be read fails its table, with file and reason: nobody trains on half a checkpoint. The
+      others are loaded. If the checkpoint cannot be opened, all its tables fail.
     - A cluster's checkpoint has the table's own blocks, with their state, version and steps.
     - An imported checkpoint has tensors in blocks of its own, of which the table's blocks are put
       together, and its partitions too. They have taken no step, and their optimizer has no state.
@@ -22,7 +23,7 @@ import asyncio
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -78,57 +79,54 @@ class RestoredValues:
 
     async def _load(self, url: str, keys: list[Key]) -> None:
         begin_s = clock.now_s()
-        try:
+        with self._failing(keys):
             reader = await asyncio.to_thread(
                 lambda: CheckpointReader(CheckpointDirectory(locate(url)))
             )
-            byte_count = await self._load_ranges(reader, keys)
-        except PushpullError as error:
-            self._fail(keys, error.message)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the tables have no values
-            logs.exception("restore_failed", error, url=url)
-            self._fail(keys, f"{url}: {type(error).__name__}: {error}")
-        else:
-            took_s = round(clock.now_s() - begin_s, 3)
-            logs.info("restored", url=url, parts=len(keys), bytes=byte_count, took_s=took_s)
+            byte_counts = await self._load_ranges(reader, keys)
+            took_s, byte_count = round(clock.now_s() - begin_s, 3), sum(byte_counts)
+            logs.info("restored", url=url, parts=len(byte_counts), bytes=byte_count, took_s=took_s)
 
-    async def _load_ranges(self, reader: CheckpointReader, keys: list[Key]) -> int:
-        """Load all shards, several at once, until one fails. Returns their bytes."""
-        rest = deque(keys)
+    async def _load_ranges(self, reader: CheckpointReader, keys: Collection[Key]) -> list[int]:
+        """Load all shards, several at once; what cannot be read fails its table. Returns the bytes
+        of each of the others.
+        """
+        rest, byte_counts = deque(keys), []
         readers = [reader, *(reader.twin() for _ in range(_THREAD_COUNT - 1))]
 
-        async def load_next(own: CheckpointReader) -> int:
-            restored, byte_count = RestoredTables(own), 0
+        async def load_next(own: CheckpointReader) -> None:
+            restored = RestoredTables(own)
             try:
                 while rest:
-                    byte_count += await self._load_range(restored, rest.popleft())
+                    key = rest.popleft()
+                    with self._failing([key]):
+                        byte_count = await self._load_range(restored, key)
+                        if byte_count is not None:
+                            byte_counts.append(byte_count)
             finally:
-                rest.clear()
                 await asyncio.to_thread(own.close)
-            return byte_count
 
-        loaded = await asyncio.gather(*map(load_next, readers), return_exceptions=True)
-        total = 0
-        for found in loaded:
-            if isinstance(found, BaseException):
-                raise found
-            total += found
-        return total
+        await asyncio.gather(*map(load_next, readers))
+        return byte_counts
 
-    async def _load_range(self, restored: RestoredTables, key: Key) -> int:
-        """Load one shard, unless it is gone, failed, or loaded already. Returns its bytes."""
+    async def _load_range(self, restored: RestoredTables, key: Key) -> int | None:
+        """Load one shard, unless it is gone, loaded already, or of a table that has failed. Returns
+        its bytes.
+        """
         shard = self._ranges.begin(key)
         if shard is None:
-            return 0
+            return None
         try:
-            return await self._read(restored, key, shard)
+            return await self._load_blocks(restored, key, shard)
         finally:
             self._ranges.end_read(shard)
 
-    async def _read(self, restored: RestoredTables, key: Key, shard: RangeMachine) -> int:
+    async def _load_blocks(
+        self, restored: RestoredTables, key: Key, shard: RangeMachine
+    ) -> int | None:
         found = await asyncio.to_thread(restored.blocks_of, shard.state.table)
         if self._node.machine.shards.get(key) is not shard or not is_missing(shard):
-            return 0  # gone meanwhile, or its table has failed
+            return None  # gone meanwhile, or its table has failed
         store = self._node.shards.stores[key]
         versions: dict[int, int] = {}
         targets: dict[int, Callable[[str, int], memoryview]] = {}  # the memory of each tensor
@@ -166,7 +164,18 @@ class RestoredValues:
                 works.between(self._hand_over)
                 return
 
-    def _fail(self, keys: list[Key], reason: str) -> None:
+    @contextlib.contextmanager
+    def _failing(self, keys: Collection[Key]) -> Iterator[None]:
+        """Fail the tables of these shards if the body raises."""
+        try:
+            yield
+        except PushpullError as error:
+            self._fail(keys, error.message)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the tables have no values
+            logs.exception("restore_failed", error, url=self._url)
+            self._fail(keys, f"{self._url}: {type(error).__name__}: {error}")
+
+    def _fail(self, keys: Collection[Key], reason: str) -> None:
         logs.error("restore_failed", reason=reason)
         for table_id in {table_id for table_id, _ in keys}:
             error = UpdateFailed(f"the checkpoint that it starts from cannot be loaded: {reason}")

@@ -160,6 +160,11 @@ class Primary:
         self._is_closed = False
 
     @property
+    def is_closed(self) -> bool:
+        """True while values are about to come: whoever copied the range would not have them."""
+        return self._is_closed
+
+    @property
     def is_without_replicas(self) -> bool:
         """True if no other server counts, and no decision waits except for more servers, or for a
         snapshot of these values in the update log.

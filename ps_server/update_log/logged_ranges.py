@@ -7,7 +7,8 @@
     range withheld     --> END, once it stands elsewhere
 
 Rules:
-    - A snapshot is taken between two events, like the copy for a backup that joins.
+    - A snapshot is taken between two events, like the copy for a backup that joins. None is taken
+      of a range to which values of a checkpoint are about to come.
 
 Invariants:
     LOG-2  A range that is not given back to a server is ended in its log, and not gone on with. One
@@ -95,7 +96,7 @@ class LoggedRanges:
         for range_id in needing or self._writer.lagging:
             if self._writer.is_busy:
                 return
-            if range_id in primaries:
+            if range_id in primaries and not primaries[range_id].is_closed:
                 snapshot = yield from self._output.snapshotting_for_log(range_id)
                 self._terms[range_id] = snapshot.term
                 yield from self._writer.write_snapshot(snapshot)

@@ -247,6 +247,21 @@ def test_bases_of_lagging_ranges_wait_while_much_is_written() -> None:
     assert server.paper.lines[2:] == [("snapshot", 1, 0)]
 
 
+def test_a_lagging_range_has_no_base_while_its_values_come_from_a_checkpoint() -> None:
+    """A thread writes them meanwhile, and a base is due when they are there."""
+    server = Server()
+    server.see((ME, PLACED_EPOCH, ()), (ME, PLACED_EPOCH, ()))
+    server.paper.lines.clear()
+    server.replication.close_only({ZERO})
+    server.paper.lagging = [ZERO, ONE]
+    at_once(server.logged.looking())
+    assert server.paper.lines == [("snapshot", ONE, 0)]
+    server.paper.lagging = [ZERO]
+    server.replication.close_only(set())
+    at_once(server.logged.looking())
+    assert server.paper.lines[1:] == [("snapshot", ZERO, 0)]
+
+
 def test_values_from_elsewhere_need_a_base() -> None:
     server = Server()
     server.see((ME, PLACED_EPOCH, ()))

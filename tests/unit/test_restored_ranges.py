@@ -204,6 +204,19 @@ def test_a_range_is_open_again_once_the_values_that_are_missing_cannot_come(
     assert len(list(snapshots_of(server.replication, 0.0))) == 1
 
 
+def test_what_was_not_read_since_its_range_had_gone_is_read_when_that_is_back() -> None:
+    server = Server(OTHER)
+    key = server.ranges.look()[0]
+    part = server.ranges.begin(key)
+    assert part is not None
+    server.see(3, OTHER, ME)
+    server.ranges.end_read(part)
+    assert server.ranges.look() == []
+    server.see(4, ME, OTHER)
+    assert key in server.ranges.look()
+    assert server.ranges.begin(key) is part
+
+
 @pytest.mark.parametrize("looks", [True, False])
 def test_a_range_is_not_copied_while_values_that_failed_are_read(looks: bool) -> None:
     """The thread that reads them does not hear of it: a copy would be of what it writes."""
@@ -237,13 +250,31 @@ def test_nothing_is_read_to_a_table_that_has_failed_meanwhile(tmp_path: Path) ->
     async def fail() -> None:
         stage.node.refuse_table(TableId(2), UpdateFailed("another block cannot be read"))
 
-    async def scene() -> int:
+    async def scene() -> int | None:
         with CheckpointReader(directory) as reader:
             load = values._load_range(RestoredTables(reader), key)  # it begins first
             byte_count, _ = await asyncio.gather(load, fail())
             return byte_count
 
-    assert asyncio.run(scene()) == 0
+    assert asyncio.run(scene()) is None
+
+
+def test_a_range_stays_closed_while_it_is_read_into_though_the_table_has_failed() -> None:
+    """Another part of the table could not be read; a copy would have what is being written."""
+    server = Server()
+    server.ranges.look()
+    reading = server.ranges.begin(ONE)
+    assert reading is not None
+    server.read(TWO)
+    server.machine.refuse_table(TableId(1), UpdateFailed("the checkpoint cannot be read"))
+    server.ranges.look()
+    assert server.hand_over() == [TableId(2)]
+    server.see(3, ME, catching_up=OTHER)
+    server.ranges.look()
+    assert list(snapshots_of(server.replication, 0.0)) == []
+    server.ranges.was_read(ONE, reading, {})
+    server.ranges.look()
+    assert len(list(snapshots_of(server.replication, 0.0))) == 1
 
 
 def test_a_range_that_is_served_again_is_not_read_a_second_time_beside_the_first() -> None:
