@@ -27,8 +27,9 @@ STRIKES = (
     "slow links",
     "worker killed",
 )
-LOOPS = ("blocked loop", "slow loop")
+LOOPS = ("blocked loop", "slow loop", "stuck works")
 """Strikes of seeds of their own: the process lives, and what it has to do does not get done."""
+STUCK_S = (5.0, 20.0, 60.0)
 DRIFTS = (0.0, 0.0, 0.002, 0.02)
 """By how much a clock may run faster or slower than the world's."""
 
@@ -125,6 +126,7 @@ class Calamities:
             "worker killed": self._kill_worker,
             "blocked loop": self._block,
             "slow loop": self._slow_down,
+            "stuck works": self._stick,
         }
         draw = self._world.draw
         self._world.after(draw.random() * draw.choice((1.0, 5.0, 15.0)), self._strike_first)
@@ -140,6 +142,8 @@ class Calamities:
         for server in self._stage.living:
             server.speed_up()
             server.wake()
+            if server.works.is_stuck:
+                server.works.stick(0.0)
 
     def strike_server(self, node_id: NodeId | None = None) -> None:
         """That one, or any, is killed or paused now, if it may be, beside all that is planned."""
@@ -251,6 +255,18 @@ class Calamities:
         self._world.say(f"SLOW server {victim.node_id}: {takes_s} s each, for {for_s:.1f} s")
         victim.slow_down(takes_s)
         self._undo(for_s, victim.speed_up)
+        return True
+
+    def _stick(self) -> bool:
+        """Its works wait for a disk that does not answer. It grants leases, and is heard."""
+        victim, draw = self._victim(), self._world.draw
+        if victim is None or victim.works.is_stuck:
+            return False
+        for_s = draw.choice(STUCK_S) * (0.5 + draw.random())
+        self._world.say(f"STUCK works of server {victim.node_id}, for {for_s:.1f} s")
+        self.away[victim.node_id] += 1
+        self._world.after(for_s + 2.0, lambda: self.away.subtract([victim.node_id]))
+        victim.works.stick(for_s)
         return True
 
     # --- links

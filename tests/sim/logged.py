@@ -41,8 +41,11 @@ updates are in the log before most of them.
 CRAWLS_S = 6.0
 """What each operation of a slow disk takes: less than a disk may."""
 
-EARLY_S = 5.0
-"""By how much a disk may be given up sooner: of a pause a look counts a second."""
+EARLY_S = 0.5
+"""By how much a disk may be given up sooner: clocks drift."""
+
+PAUSE_COUNTS_S = 1.0
+"""And for each pause of its server: so much of one may a look count."""
 
 LATE_S = 1.5
 """And later: the first look sees an operation, and it looks four times a second."""
@@ -77,6 +80,7 @@ class SimLog:
         self.world = world
         self.log_id = bytes([200 + number]) * 16
         self.former_ids: tuple[bytes, ...] = ()
+        self.timeline = TIMELINE
         self.frames: list[Frame] = []
         self.writer: LoggedServer | None = None
         self.segments = LogSegments(BOUND_FRAMES, {}, {})
@@ -243,6 +247,12 @@ class SimLog:
         self.former_ids = (self.log_id, *self.former_ids)[: limits.MAX_FORMER_LOGS]
         self.log_id = self.log_id[:-1] + bytes([(self.log_id[-1] + 1) % 256])
 
+    def begin_timeline(self, timeline: bytes) -> None:
+        """Who goes on with it is of that timeline: what it has of another is of no matter."""
+        if timeline != self.timeline:
+            self.timeline, self.frames = timeline, []
+            self._former, self._has_segments = 0, True
+
     def begins(self) -> dict[RangeId, int]:
         """Where the newest beginning of each range is, among the frames of this log."""
         begins = self._all_begins()
@@ -264,7 +274,7 @@ class SimLog:
         begins = sorted(self.begins().items())
         range_ids = tuple(range_id for range_id, _ in begins)
         epochs = tuple(self.frames[at].assignment_epoch for _, at in begins)
-        return UpdateLogClaim(self.log_id, TIMELINE, range_ids, self.former_ids, epochs)
+        return UpdateLogClaim(self.log_id, self.timeline, range_ids, self.former_ids, epochs)
 
     def has(self, range_id: RangeId, term: AssignmentEpoch, number: int) -> bool:
         """Whether all of a range up to that record could be read from it. What it goes on with is
@@ -306,7 +316,8 @@ class LoggedServer(ReplicatedServer):
         self.log = place.log
         self.on_log_failure: Callable[[LoggedServer], None] = lambda _: None
         self._stall = DiskStall()
-        self._disk_busy = 0, 0.0
+        self._disk_busy = 0, 0.0, 0
+        self._pause_count = 0
         super().__init__(world, node_id, settings, worker_count, place)
 
     def _replicate(self, min_in_sync: int) -> None:
@@ -324,14 +335,26 @@ class LoggedServer(ReplicatedServer):
         self.logged = LoggedRanges(self.log, self.replication, self.output)
         self.log.open(self)
 
-    # --- its disk
+    # --- its life, and its disk
+
+    def kill(self) -> None:
+        """It does and hears nothing any more; its log has some of what it was given last."""
+        super().kill()
+        self.log.crash()
+
+    def pause(self) -> None:
+        """It does nothing, and what comes waits for it."""
+        self._pause_count += not self.is_paused
+        super().pause()
 
     def _check_log(self) -> None:
         """As `ReplicatedRanges.check_log`: a server whose log has failed ends."""
-        busy_s = self._disk_busy_s()
+        busy_s, pause_count = self._disk_busy_s()
         if self._stall.is_too_long(self.log.operation, self.now_s):
-            assert busy_s > limits.LOG_STALL_S - EARLY_S, (
-                f"S13: server {self.node_id} gives a disk up that was busy for {busy_s:.1f} s"
+            early_s = EARLY_S + pause_count * PAUSE_COUNTS_S
+            assert busy_s > limits.LOG_STALL_S - early_s, (
+                f"S13: server {self.node_id} gives a disk up that was busy for {busy_s:.1f} s, in "
+                f"which it was paused {pause_count} times"
             )
             self.on_log_failure(self)
             return
@@ -340,13 +363,15 @@ class LoggedServer(ReplicatedServer):
             "waits for its ranges"
         )
 
-    def _disk_busy_s(self) -> float:
-        """For how long its disk is busy with one operation, but for pauses, by the world's time."""
-        awake_s, (operation, since_s) = self.world.now_s - self.paused_s, self._disk_busy
+    def _disk_busy_s(self) -> tuple[float, int]:
+        """For how long its disk is busy with one operation, but for pauses, by the world's time;
+        and in how many of these.
+        """
+        awake_s, (operation, since_s, paused) = self.world.now_s - self.paused_s, self._disk_busy
         if self.log.operation != operation or not operation:
-            since_s = awake_s
-        self._disk_busy = self.log.operation, since_s
-        return awake_s - since_s
+            since_s, paused = awake_s, self._pause_count
+        self._disk_busy = self.log.operation, since_s, paused
+        return awake_s - since_s, self._pause_count - paused
 
     def recover(self, blocks: Callable[[TableId, RangeId], ShardCopy]) -> None:
         """Before the first view: what the log has."""

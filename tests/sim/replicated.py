@@ -414,7 +414,7 @@ class ReplicatedServer(SimServer):
         replicas = self.replication.replicas.items()
         waiting = [range_id for range_id, replica in replicas if replica.is_promoted]
         now_s = self.world.now_s
-        if self.is_slow and self.works.is_busy:
+        if self.works.is_stuck or (self.is_slow and self.works.is_busy):
             # The open work's next turn waits behind all that came before it, and a tick that
             # would serve waits for that work: it serves when it is no longer slow.
             self._waits_since_s = {}

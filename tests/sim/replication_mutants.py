@@ -428,6 +428,14 @@ REPLICATION_MUTANTS = (
         ("tables", "failover"),
     ),
     Mutant(
+        "a backup whose stream takes nothing is waited for",
+        "S8",
+        _REPLICATION,
+        "        for node_id in busy & moving:\n",
+        "        for node_id in busy:\n",
+        ("loops",),
+    ),
+    Mutant(
         "what could be told to nobody is never told",
         "S6",
         _OUTPUT,

@@ -128,6 +128,22 @@ RUN_SEPARATION_MUTANTS = (
         _LOGS,
     ),
     Mutant(
+        "who begins a range that was placed anew is of its first term",
+        "S8",
+        "ps_server/replication/range_roles.py",
+        "        term = max(assignment.placed_epoch, PLACED_EPOCH)  # of its first primary\n",
+        "        term = PLACED_EPOCH\n",
+        _EMPTIED,
+    ),
+    Mutant(
+        "who begins a range that was placed anew forgets what it has granted",
+        "S8",
+        "ps_server/replication/range_roles.py",
+        "            replica.keep_grants(self._former[range_id])\n",
+        "            pass\n",
+        _EMPTIED,
+    ),
+    Mutant(
         "a server knows by its views alone that a range was placed anew",
         "S8",
         "ps_server/replication/range_roles.py",

@@ -14,6 +14,8 @@ Oracles:
     HEARD A backup that knows the newest view, and to which a stream lasts, has within a lease what
           was decided: what it could not take when it came is sent again. While its primary is
           paused, that sends nothing, and no time counts.
+    LAG   A backup that acknowledges nothing, and whose stream takes nothing, is one that its
+          primary wants to be without, after some leases.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ PATIENCE_S = 1.0
 """That a server may take beyond a lease and its drift: ticks, and what it is doing."""
 _HEARD_LEASES = 1.2
 """Half a lease until it is sent again, and what messages take."""
+_LAG_LEASES = 6.0
+"""Five, and until the primary has looked."""
 
 
 class _Decided(NamedTuple):
@@ -87,6 +91,7 @@ class Watch:
         self._decided: dict[Place, list[_Decided]] = {}  # of the newest term, by number
         self._without: set[tuple[NodeId, RangeId]] = set()
         self._lacks: dict[tuple[NodeId, NodeId, RangeId], tuple[int, float]] = {}
+        self._lags: dict[tuple[NodeId, NodeId, RangeId], tuple[object, float]] = {}
 
     def begins(self, server: ReplicatedServer, range_id: RangeId) -> None:
         """The server serves the range from now on."""
@@ -148,6 +153,7 @@ class Watch:
 
     def acknowledges(self, server: ReplicatedServer, range_id: RangeId) -> None:
         """The server says of a range that it has all up to the newest record that it knows."""
+        self._without.discard((server.node_id, range_id))
         replica = server.replication.replicas[range_id]
         for table_id, copy in replica.copies.items():
             all_decided = self._decided.get((table_id, range_id), ())
@@ -221,6 +227,7 @@ class Watch:
             log = primary.log
             for peer in log.backups:
                 self._check_counts(server, peer, range_id)
+                self._check_lag(server, peer, range_id)
                 key, number = (server.node_id, peer, range_id), log.acked_by(peer)
                 before = self._lacks.pop(key, None)
                 is_behind = number < log.number and peer not in log.candidates
@@ -232,6 +239,24 @@ class Watch:
                     f"HEARD: {peer} has range {range_id} of {server.node_id} up to record {number} "
                     f"of {log.number} for {for_s:.1f} s, and nothing is in its way"
                 )
+
+    def _check_lag(self, server: ReplicatedServer, peer: NodeId, range_id: RangeId) -> None:
+        """LAG, by the looks of the server: it may be paused between two of them."""
+        primaries = server.replication.primaries
+        primary, key = primaries[range_id], (server.node_id, peer, range_id)
+        before = self._lags.pop(key, None)
+        if peer not in primary._configured or primary.log.acked_by(peer) >= primary.log.number:
+            return
+        logs = (each.log for each in primaries.values())
+        acked = tuple(log.acked_by(peer) for log in logs if peer in log.backups)
+        progress = _taken_bytes(server, peer), acked
+        for_s = 0.0 if before is None or before[0] != progress else before[1] + TICK_S
+        self._lags[key] = progress, for_s
+        is_asked = primary._asked is not None and peer not in primary._asked
+        assert is_asked or for_s < self._lease_s * _LAG_LEASES, (
+            f"LAG: {peer} and its stream make no progress for {for_s:.1f} s, and {server.node_id} "
+            f"does not ask for range {range_id} without it"
+        )
 
     def _check_counts(self, server: ReplicatedServer, peer: NodeId, range_id: RangeId) -> None:
         """A server that counts, and has all that was shown, has what others were told (S9)."""
@@ -312,12 +337,15 @@ class Watch:
                 )
 
     def lost_track(self, server: ReplicatedServer, range_id: RangeId) -> None:
-        """The server has left a range that it backed up."""
+        """The server has left a range that it backed up; what it has once it has joined anew counts
+        again.
+        """
         self._without.add((server.node_id, range_id))
 
     def _is_without(self, node_id: NodeId, range_id: RangeId) -> bool:
-        server = self._servers[node_id]
-        return (node_id, range_id) in self._without and not self.has(server, range_id)
+        if (node_id, range_id) in self._without and self.has(self._servers[node_id], range_id):
+            self._without.discard((node_id, range_id))
+        return (node_id, range_id) in self._without
 
     def have_taken(
         self, server: ReplicatedServer, table_id: TableId, range_id: RangeId, number: int
@@ -360,6 +388,12 @@ class Watch:
         assert for_s < self._lease_s * 1.1 + PATIENCE_S, (
             f"LIVE: {server.node_id} was made primary {for_s:.1f} s ago and does not serve"
         )
+
+
+def _taken_bytes(server: ReplicatedServer, peer: NodeId) -> int:
+    """What the stream to the peer has taken of what waited for it."""
+    queue = server.queues._queues.get(peer)
+    return 0 if queue is None else queue.backlog._put_bytes - queue.backlog.queued_bytes
 
 
 def _knows(server: ReplicatedServer, place: Place, number: int, told: ChangeResult) -> bool:

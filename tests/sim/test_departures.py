@@ -84,7 +84,8 @@ class DepartureLogSimulation(Departing, LogSimulation):
 
     often: ClassVar[frozenset[str]] = frozenset({
         "told to stop", "let go", "came back with its ranges", "came back without its ranges",
-        "ranges read from a log", "log snapshots",
+        "ranges read from a log", "log snapshots", "disks stalled", "disks stalled for long",
+        "disks crawled", "logs given up", "waited for a disk to come back",
     })  # fmt: skip
     medians: ClassVar[dict[str, int]] = {"messages": 1_500}
 

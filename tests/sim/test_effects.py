@@ -18,6 +18,7 @@ from ps_server.ranges.events import Accumulate, AnswerPull, EntryEvent, PullEven
 from ps_server.replication.messages import Ack, LogRecord
 from ps_server.replication.output_commit import CommittedEffect
 from scheduler.machine.state import RangesFailedOver, Transition
+from tests.sim.arithmetic import one_thread
 from tests.sim.calamities import STRIKES, Calamities, Plan
 from tests.sim.peer_streams import Stream
 from tests.sim.replicated import Place, ReplicatedServer
@@ -270,6 +271,33 @@ class EffectSimulation(FailoverSimulation):
         for server in self.living:
             missing = server.replication.missing
             assert not missing, f"LOST: ranges {missing} are server {server.node_id}'s: no values"
+
+
+def test_who_drops_a_range_that_it_has_joined_anew_is_seen() -> None:
+    """HELD: it had lost track of the range before, and that says nothing of it since."""
+    simulation = FailoverSimulation(0)
+    for worker in simulation.workers:
+        worker.start(simulation.program(worker))
+    watch, servers, view = simulation.watch, simulation.servers, simulation.scheduler.view
+
+    def shown() -> list[RangeId]:
+        return [r.range_id for r in view.ranges if r.backups and watch.seen_of(r.range_id)]
+
+    with one_thread():
+        assert simulation.world.run(lambda: bool(shown()), 10.0)
+    assignment = view.ranges[shown()[0]]
+    range_id, primary = assignment.range_id, servers[assignment.in_sync[0]]
+    backup, released = servers[assignment.backups[0]], watch.seen_of(assignment.range_id)
+    assert released is not None
+    replica = backup.replication.replicas[range_id]
+    backup.replication.leave(range_id)
+    watch.lost_track(backup, range_id)
+    watch.seen(primary, range_id, released[1])
+    backup.replication.replicas[range_id] = replica
+    watch.acknowledges(backup, range_id)
+    backup.replication.leave(range_id)
+    with pytest.raises(AssertionError, match="HELD"):
+        watch.seen(primary, range_id, released[1])
 
 
 @pytest.mark.timeout(300)

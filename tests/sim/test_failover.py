@@ -392,17 +392,29 @@ class FailoverSimulation(ScheduledSimulation):
 
     def _is_quiet(self) -> bool:
         view = self.scheduler.view
-        backup_count = min(self.plan.replica_count, len(self.living)) - 1
         return (
-            all(len(r.backups) == backup_count for r in view.ranges if r.primary is not None)
-            and all(  # one that was deposed is suspended until its heir has left it out (S8)
-                r.range_id in self.servers[backup].replication.replicas
-                for r in view.ranges
-                for backup in r.backups
-            )
+            all(self._stands(r) for r in view.ranges if r.primary is not None)
             and all(s.view_number == view.view_number for s in self.living)
             and all(s.is_settled and not s.asked for s in self.living)
             and self._are_declared_gone()
+        )
+
+    def _stands(self, assignment: RangeAssignment) -> bool:
+        """Whether its primary serves the range, and as many as should have it live and have it:
+        nobody holds it who died last.
+        """
+        assert assignment.primary is not None
+        range_id, holders = assignment.range_id, [self.servers[n] for n in assignment.in_sync]
+        serving = self.servers[assignment.primary].replication.primaries.get(range_id)
+        return (
+            len(holders) == min(self.plan.replica_count, len(self.living))
+            and not any(holder.is_dead for holder in holders)
+            and serving is not None
+            and not serving.log.candidates
+            and all(  # one that was deposed is suspended until its heir has left it out (S8)
+                range_id in self.servers[backup].replication.replicas
+                for backup in assignment.backups
+            )
         )
 
     def _are_declared_gone(self) -> bool:
@@ -412,17 +424,19 @@ class FailoverSimulation(ScheduledSimulation):
     def _check_equal(
         self, primary: ReplicatedServer, backup: ReplicatedServer, range_id: RangeId
     ) -> None:
-        for table in self.layout.tables:
-            for block in table.blocks_by_range(self.layout.range_count).get(range_id, ()):
+        for table in self.checked_tables:
+            blocks = table.blocks_by_range(self.layout.range_count).get(range_id)
+            if blocks is None:
+                continue
+            for block in blocks:
                 key = table.table_id, block
                 values = primary.values[key], backup.values[key]
                 assert values[0] == values[1], f"EQUAL: replicas differ in {key}: {values}"
-            part = primary.machine.shards.get((table.table_id, range_id))
-            if part is not None:
-                bits = [s.bits((table.table_id, range_id)) for s in (primary, backup)]
-                assert bits[0] == bits[1], f"EQUAL: bits of range {range_id}: {bits}"
+            part = primary.machine.shards[table.table_id, range_id]
+            bits = [s.bits((table.table_id, range_id)) for s in (primary, backup)]
+            assert bits[0] == bits[1], f"EQUAL: bits of range {range_id}: {bits}"
             copy = backup.replication.replicas[range_id].copies.get(table.table_id)
-            if part is not None and copy is not None:
+            if copy is not None:
                 mine, gone = at_once(copying(part.state)), self.truth.gone
                 past = set(copy.workers) - set(mine.workers)  # the backup may not be told yet
                 assert past <= gone

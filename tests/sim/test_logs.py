@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -11,7 +13,7 @@ from typing import ClassVar
 import pytest
 
 from ps_core.cluster_view import ClusterView, Role, Session
-from ps_core.errors import InvalidConfig, Recovering
+from ps_core.errors import InvalidConfig, PushpullError, Recovering
 from ps_core.keys import NodeId
 from ps_core.tables.table import Table
 from scheduler.machine.cluster import Decision
@@ -30,6 +32,10 @@ AGAIN = 0.5
 REBOOTED = 0.3
 """Of those who come back where others have copies: their machines were started again."""
 AGAIN_AFTER_S = (0.2, 1.0, 5.0)
+MOST_REFUSALS = 30
+"""Of one that comes back, a second apart: another may have its address until it is silent, which is
+found a lease after the scheduler was started again.
+"""
 
 
 class LogSimulation(StallingSimulation):
@@ -48,6 +54,10 @@ class LogSimulation(StallingSimulation):
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self.next_log: SimLog | None = None
         self._boots = random.Random(f"boots of {seed}")
+        self._comings = itertools.count()
+        self._refusals: Counter[LoggedServer] = Counter()
+        self._coming: set[LoggedServer] = set()
+        """Servers that died, and come back."""
         self._least_in_sync = random.Random(f"in sync of {seed}").choice((1, 2))
         super().__init__(seed, narrate=narrate)
 
@@ -87,7 +97,7 @@ class LogSimulation(StallingSimulation):
         """It comes back some time later, with what its log has."""
         assert isinstance(server, LoggedServer)
         server.kill()
-        server.log.crash()
+        self._coming.add(server)
         after_s = self.world.draw.choice(WHILE_DEAD_S) * (0.5 + self.world.draw.random())
         self.world.after(after_s, lambda: self._come_with_log(server))
 
@@ -104,7 +114,7 @@ class LogSimulation(StallingSimulation):
         return all(living.intersection(r.in_sync) for r in ranges)
 
     def _come_with_log(self, dead: LoggedServer, *, has_booted: bool = False) -> None:
-        log, number = dead.log, len(self.servers)
+        log = dead.log
         if log.answers_within_s:  # it cannot be read, nor may its lock be free
             self.world.counts["waited for a disk to come back"] += 1
             again_s = log.answers_within_s + 0.01
@@ -115,7 +125,7 @@ class LogSimulation(StallingSimulation):
             log.reboot()
         asking = replace(
             node,
-            registration_id=bytes([100 + number]) * 16,
+            registration_id=f"log {next(self._comings)}".encode().ljust(16),
             update_log=log.claim(),
             waited_s=0.0,
         )
@@ -124,10 +134,23 @@ class LogSimulation(StallingSimulation):
     def _register_with(self, dead: LoggedServer, asking: Registration) -> None:
         try:
             decision = self.scheduler.register(asking, self.world.now_s)
-        except (Recovering, InvalidConfig):  # under another id it may be too early for its address
-            self.world.after(1.0, lambda: self._come_with_log(dead, has_booted=True))
+        except (Recovering, InvalidConfig) as error:
+            self._refused(dead, error)
         else:
-            self._comes_with_log(dead.log, decision)
+            self._comes_with_log(dead, decision)
+
+    def _refused(self, dead: LoggedServer, error: PushpullError) -> None:
+        """Under another id it may be too early for its address; nothing else is in its way."""
+        assert "'s address is" in error.message and "has already" in error.message, (  # noqa: PT018
+            f"S13: who comes back with the log of server {dead.node_id} is refused: {error!r}"
+        )
+        self._refusals[dead] += 1
+        self.world.counts["came too early for its address"] += 1
+        assert self._refusals[dead] <= MOST_REFUSALS, (
+            f"LIVE: who comes back with the log of server {dead.node_id} is refused again and "
+            f"again: {error!r}"
+        )
+        self.world.after(1.0, lambda: self._come_with_log(dead, has_booted=True))
 
     @property
     def told_view(self) -> ClusterView:
@@ -135,10 +158,11 @@ class LogSimulation(StallingSimulation):
         view: ClusterView = self.scheduler.view
         return view
 
-    def _comes_with_log(self, log: SimLog, decision: Decision[Session]) -> None:
-        self.next_log = log
+    def _comes_with_log(self, dead: LoggedServer, decision: Decision[Session]) -> None:
+        log = self.next_log = dead.log
         self.join(decision)
         self.next_log = None
+        self._coming.discard(dead)
         view = self.told_view
         self.servers[decision.reply.node_id].observe(view)  # before it serves at all
         mine = [r for r in view.ranges if r.primary == decision.reply.node_id]
@@ -180,10 +204,15 @@ class LogSimulation(StallingSimulation):
         return view.tables
 
     def _is_quiet(self) -> bool:
-        return super()._is_quiet() and all(
-            server.log.writer is server and not server.log.withheld
-            for server in self.living
-            if isinstance(server, LoggedServer)
+        """Whoever has died has come back."""
+        return (
+            not self._coming
+            and super()._is_quiet()
+            and all(
+                server.log.writer is server and not server.log.withheld
+                for server in self.living
+                if isinstance(server, LoggedServer)
+            )
         )
 
 

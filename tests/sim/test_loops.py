@@ -1,4 +1,6 @@
-"""Servers whose event loop stands, or is slow, while all else goes on (G1 to G4, S8)."""
+"""Servers whose event loop stands, or is slow, or whose works wait for a disk, while all else goes
+on (G1 to G4, S8).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ pytestmark = pytest.mark.slow
 
 
 class LoopSimulation(FailoverSimulation):
-    """One seed in which loops are blocked and slow, beside what else befalls servers."""
+    """One seed in which loops are blocked and slow, and works stuck, beside what else befalls
+    servers.
+    """
 
     often: ClassVar[frozenset[str]] = frozenset({
         *(f"fault: {kind}" for kind in LOOPS), "late messages", "failovers", "ranges taken over",
@@ -28,7 +32,8 @@ class LoopSimulation(FailoverSimulation):
     def plan(self) -> Plan:
         """What happens."""
         plan = super().plan
-        return replace(plan, kinds=(*LOOPS, *plan.kinds[:2]))
+        kinds = (*LOOPS, *plan.kinds[:2])
+        return replace(plan, kinds=kinds, strike_count=plan.strike_count + 1)
 
 
 @pytest.mark.timeout(300)

@@ -399,7 +399,7 @@ class ReplacementSimulation(FailoverSimulation):
             if not worker.finished and not worker.is_down:
                 self._end_late(worker)
         super()._check_end()
-        for table in self.layout.tables:
+        for table in self.checked_tables:
             if self.layout.settings.is_always_bsp(table):
                 self._check_whole(table)
 

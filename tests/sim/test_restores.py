@@ -119,6 +119,7 @@ class RestoreSimulation(AwaySimulation, ReplacementSimulation):
 
     number = 1
     """Of the timeline."""
+    server_kind: ClassVar[type[TimelineServer]] = TimelineServer
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self.seed = seed
@@ -185,7 +186,8 @@ class RestoreSimulation(AwaySimulation, ReplacementSimulation):
         """A server at that place."""
         address = self.addresses.setdefault(node_id, Address())
         terms = self.callers, address, self.scheduler.settings.token_key
-        return TimelineServer(self.world, node_id, self.layout.settings, WORKERS, place, terms)
+        settings = self.layout.settings
+        return self.server_kind(self.world, node_id, settings, WORKERS, place, terms)
 
     def join(self, decision: Decision[Session]) -> None:
         """A server has registered while the others train."""
@@ -204,7 +206,7 @@ class RestoreSimulation(AwaySimulation, ReplacementSimulation):
             if self.is_past:
                 self.newest.come(address)
                 return
-            asking = self.asking_server()
+            asking = self.asking_at(address)
             self._refuse_other_kernels(asking)
             decision = self.scheduler.register(asking, self.world.now_s)
             self.addresses[decision.reply.node_id] = address
@@ -212,11 +214,22 @@ class RestoreSimulation(AwaySimulation, ReplacementSimulation):
 
         self._reach(register)
 
+    def asking_at(self, address: Address) -> Registration:
+        """What the server process there registers with, later than the first."""
+        del address
+        return self.asking_server()
+
     def asking_server(self) -> Registration:
         """What a server registers with that comes later."""
         asking = self.asking(0, Role.SERVER)
         drawn = self.world.draw.randbytes(16)
         return replace(asking, registration_id=drawn, address=f"sim-{drawn[:8].hex()}:1")
+
+    def free_addresses(self) -> list[Address]:
+        """Where servers have died, and others may be started."""
+        return [
+            self.addresses[server.node_id] for server in self.servers.values() if server.is_dead
+        ]
 
     def _replace(self, rank: int) -> None:
         """Another worker takes the rank, as soon as somebody can give it."""
@@ -418,7 +431,7 @@ class Restoration:
         self._waiting: list[Callable[[], None]] = []
         self._began_s = self.world.now_s
         self._away_until_s = self._began_s + draw.choice((0.0, 0.0, 1.0, 5.0)) * draw.random()
-        self._free = [s.address for s in before.servers.values() if s.is_dead]  # type: ignore[attr-defined]
+        self._free = before.free_addresses()
         self._late_s = draw.choice((0.0, 1.0, 3.0)) * draw.random()
         counts["restored by an away scheduler"] += self._away_until_s > self._began_s
         for _ in range(WORKERS):
@@ -483,7 +496,7 @@ class Restoration:
                 self.world.counts["registered late"] += 1
                 self.following.come(address)
                 return
-            asking = self.before.asking_server()
+            asking = self.before.asking_at(address)
             session = self.scheduler.register(asking, self.world.now_s).reply
             self._changed()
             self._check_new(session)
@@ -672,7 +685,7 @@ class RestoredSimulation(RestoreSimulation):
 
     def _check_kept(self) -> None:
         """KEPT."""
-        for table in [table for table in self.layout.tables if not table.run]:
+        for table in [table for table in self.checked_tables if not table.run]:
             for block in range(table.block_count):
                 range_id = table.range_of_block(block, self.layout.range_count)
                 server = self.cluster[self.layout.owner[range_id]]

@@ -76,7 +76,7 @@ class KeptRestoreSimulation(RestartSimulation, RestoreSimulation):
 
     def come(self, address: Address) -> None:
         """A server process registers that has nothing, until it is answered."""
-        asking = self.asking_server()
+        asking = self.asking_at(address)
 
         def comes(decision: Decision[Session]) -> None:
             self.addresses[decision.reply.node_id] = address

@@ -28,6 +28,7 @@ from ps_core.ledger import ReplyKind
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
 from ps_server.ranges.events import ReplyTo, SealEvent, SealTerms, Sender
+from ps_server.replication.range_roles import table_of
 from scheduler.machine.checkpoint_state import CheckpointMade
 from scheduler.machine.checkpoints import CHECKPOINTS_FEATURE
 from scheduler.machine.cluster import Created, Decision, Parked
@@ -491,10 +492,17 @@ class RunSimulation(ReplacementSimulation):
         """Nothing is left anywhere of a run that was removed."""
         removed = {table.table_id for table in self.removed}
         for server in self.living:
-            of_keys = server.machine.shards, server.values, server.numbers.shards.stores
+            machine, replication = server.machine, server.replication
+            of_keys = (
+                machine.shards, machine.suspended, machine._adopted, server.values, server.updates,
+                server.given, server.sums, server.reduced, server.numbers.shards.stores,
+            )  # fmt: skip
             found = {key[0] for keys in of_keys for key in keys if key[0] in removed}
-            for replica in server.replication.replicas.values():
+            found |= removed & machine._staging.keys()
+            for replica in replication.replicas.values():
                 found |= removed & replica.copies.keys()
+            for primary in (*replication.primaries.values(), *replication.suspended.values()):
+                found |= removed & {table_of(held) for held in primary.log.held}
             assert not found, f"S19: server {server.node_id} has tables {found}, which were removed"
 
     def _check_over(self, name: str) -> None:

@@ -51,9 +51,10 @@ class RunLogSimulation(RunSimulation, LogSimulation):
         "all died at once", "died as a run was removed", "removed tables read from a log",
         "came back with its ranges", "ranges read from a log", "log snapshots", "frames let go",
         "runs begun", "runs removed", "tables given up", "trained in a run", "changed in a run",
-        "gone", "joined in a run", "checkpoints beside a run",
+        "gone", "joined in a run", "checkpoints beside a run", "disks stalled",
+        "disks stalled for long", "disks crawled", "waited for a disk to come back",
     })  # fmt: skip
-    seldom: ClassVar[frozenset[str]] = frozenset({"frames lost"})
+    seldom: ClassVar[frozenset[str]] = frozenset({"frames lost", "logs given up"})
     medians: ClassVar[dict[str, int]] = {"messages": 2_000, "runs begun": 1, "trained in a run": 1}
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:

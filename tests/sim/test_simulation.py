@@ -9,7 +9,7 @@ import copy
 import random
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -110,7 +110,7 @@ class Simulation:
 
     Attributes:
         often: what must have happened in a run of many seeds.
-        seldom: and in one of `many` seeds.
+        seldom: and in one of `many` seeds, as `make sim-seldom` runs them.
         medians: of a seed, at least.
         may_sum: whether servers may keep sums only: then no worker comes after the first ones.
         may_differ: whether workers may mean different edits.
@@ -263,7 +263,7 @@ class Simulation:
         for server in self.cluster.values():
             if not server.is_dead:
                 server.works.finish()
-        for table in self.layout.tables:
+        for table in self.checked_tables:
             self.world.counts["tables of rows"] += table.spec.rows is not None
             for block in range(table.block_count):
                 range_id = table.range_of_block(block, self.layout.range_count)
@@ -297,6 +297,11 @@ class Simulation:
             ]
             assert not left, f"worker {worker.rank} has no answer to {left}"
 
+    @property
+    def checked_tables(self) -> Sequence[Table]:
+        """Those that are looked at in the end."""
+        return self.layout.tables
+
     def _may_hold_steps(self, table_id: TableId) -> bool:
         """Whether steps of a table may wait for others that never came."""
         del table_id
@@ -313,7 +318,7 @@ class Simulation:
 
     def _check_scales(self) -> None:
         """Every update of BSP was scaled by what the whole of its gradient needs."""
-        for table in self.layout.tables:
+        for table in self.checked_tables:
             grads = [g for (t, _), of in self.truth.contributions.items() for g in of
                      if t == table.table_id]  # fmt: skip
             for (table_id, clock), scale in self.layout.settings.scales.items():
@@ -342,6 +347,11 @@ class Run:
         medians = ", ".join(f"{self._median(name):.0f} {name}" for name in dict.fromkeys(names))
         counts = ", ".join(f"{name} {count}" for name, count in sorted(self.total.items()))
         return f"{len(self._seeds)} seeds, medians of a seed: {medians}\n{counts}"
+
+    @property
+    def lacks_something(self) -> bool:
+        """Whether something has not happened that should now and then, in however many seeds."""
+        return not self._kind.often | self._kind.seldom <= set(self.total)
 
     def lacks(self) -> list[str]:
         """What should have happened in so many seeds, and did not."""

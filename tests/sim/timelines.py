@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ps_core.change import TableCut
 from ps_core.cluster_view import ClusterView, Role, Session
@@ -25,6 +25,7 @@ from ps_core.sliced_work import Work
 from ps_runtime.cluster import wire
 from ps_server.checkpoint.restored_ranges import Key, RestoredRanges
 from ps_server.ranges.events import AnswerPull, EntryEvent, PullEvent, RefusePull
+from ps_server.ranges.range_machine import RangeMachine
 from ps_server.ranges.schedule import CutId
 from ps_server.replication.messages import Ack, Grant
 from ps_server.service.node import Sessions
@@ -152,6 +153,8 @@ class Address:
 
     sessions: Sessions | None = None
     """What checks its callers; None: nobody has registered there."""
+    log: Any = None
+    """Its update log, a `SimLog`; None: it keeps none."""
 
 
 @dataclass
@@ -223,6 +226,8 @@ class TimelineServer(ReplicatedServer):
             return NotOwner("nobody is there")
         sessions = self.address.sessions
         assert sessions is not None
+        if self._is_succeeded and sessions._own.timeline == self.sessions._own.timeline:
+            return NotOwner("the server that is meant is not there any more")
         refused = _refusal(sessions, self.callers.message(session), method)
         if refused is None:
             assert not self._is_succeeded, f"S10: who succeeded {self.node_id} takes {session}"
@@ -295,15 +300,23 @@ class TimelineServer(ReplicatedServer):
         part = self._ranges.begin(key)
         if part is None or self.is_dead:
             return
-        store, versions = self.held(key).shards.stores[key], {}
-        for block in part.state.blocks:
-            saved = self.saved[part.state.table.spec.name, block]
-            versions[block] = saved.version
-            room = store.load(block, saved.version, saved.steps)
-            for name, payload in saved.tensors:
-                room(name, len(payload))[:] = payload
-            store.end_load(block)
+        versions = self._read_blocks(key, part)
         self._was_read(lambda: self._ranges.was_read(key, part, versions))
+
+    def _read_blocks(self, key: Key, part: RangeMachine) -> dict[int, int]:
+        """Read all of them; their versions."""
+        store, name = self.held(key).shards.stores[key], part.state.table.spec.name
+        found = {block: self.saved[name, block] for block in part.state.blocks}
+        rooms = {b: store.load(b, saved.version, saved.steps) for b, saved in found.items()}
+        for block, saved in found.items():
+            self._check_readable(name, block)
+            for tensor, payload in saved.tensors:
+                rooms[block](tensor, len(payload))[:] = payload
+            store.end_load(block)
+        return {block: saved.version for block, saved in found.items()}
+
+    def _check_readable(self, name: str, block: int) -> None:
+        """Raise InvalidCheckpoint for a block that cannot be read."""
 
     def _was_read(self, note: Callable[[], None]) -> None:
         """The loop hears of it, when it gets to that, whatever is under way."""
@@ -332,7 +345,10 @@ class TimelineServer(ReplicatedServer):
 
     def is_without_replicas(self, range_id: RangeId) -> bool:
         primary = self.replication.primaries.get(range_id)
-        return primary is None or primary.is_without_replicas
+        is_so = primary is None or primary.is_without_replicas
+        if primary is not None and is_so and not (primary.log.is_drained or primary.log.is_short):
+            self.world.counts["handed over while the log waits for it"] += 1
+        return is_so
 
     def replaced(self, range_id: RangeId, *, is_last: bool) -> None:
         if range_id in self.replication.primaries:

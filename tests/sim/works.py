@@ -41,6 +41,18 @@ class SimWorks:
         self._queue = WorkQueue(on_failure)
         self._is_due = False
         self._pauses_s, self._at_s = MOST_S, 0.0  # how long it may pause yet, as it was then
+        self._stuck_until_s = 0.0
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the work that is under way waits for a disk that does not answer."""
+        return self._world.now_s < self._stuck_until_s
+
+    def stick(self, for_s: float) -> None:
+        """The next work gets no further than its first step for so long; 0: no longer."""
+        self._stuck_until_s = self._world.now_s + for_s
+        if not for_s:
+            self._in_turn(self._turn)
 
     @property
     def is_busy(self) -> bool:
@@ -75,6 +87,8 @@ class SimWorks:
         return ended
 
     def _has_time_to_begin(self) -> HasTime:
+        if self.is_stuck:
+            return lambda: False
         if self._world.pauses.are_none:
             return always
         left = itertools.count(FEW_STEPS - 1, -1)
@@ -82,6 +96,8 @@ class SimWorks:
 
     def _has_time(self) -> bool:
         pauses = self._world.pauses
+        if self.is_stuck:
+            return False
         if pauses.are_none or not pauses.begins():
             return True
         now_s = self._world.now_s
@@ -92,6 +108,10 @@ class SimWorks:
     def _go_on(self) -> None:
         if self._queue.is_busy and not self._is_due:
             self._is_due = True
+            if self.is_stuck:
+                for_s = self._stuck_until_s - self._world.now_s
+                self._world.after(for_s, lambda: self._in_turn(self._turn))
+                return
             self._world.counts["pauses in works"] += 1
             lasts_s = self._world.pauses.lasts_s()
             self._pauses_s -= lasts_s
