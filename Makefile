@@ -36,7 +36,7 @@ PARALLEL := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 # has installed, whose warnings are not ours to heed. A PYTHON given on the command line goes before both.
 GPU_PYTHON = $(if $(filter command,$(firstword $(origin PYTHON)))$(if $(wildcard $(BIN)/python),,none),$(PYTHON),$(BIN)/python)
 
-.PHONY: help demo test thorough check checked-tests checked-seeds images protos protos-check reference image-lock lint format fuzz sim sim-mutants core-mutants chaos bench bench-check checkpoint-check lanes-check gpu-check system-deps test-system pods-check clean
+.PHONY: help demo test thorough check checked-tests checked-seeds images protos protos-check reference image-lock lint format fuzz sim sim-seldom sim-mutants core-mutants chaos bench bench-check checkpoint-check lanes-check gpu-check system-deps test-system pods-check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -112,6 +112,9 @@ fuzz: $(READY) ## Draw other examples than `make test` has, ROUNDS=3 times; each
 
 sim: $(READY) ## Run the simulator: SEEDS=200 schedules from FIRST=0, or the one of SEED= with its transcript (KIND=failover: only those)
 	PYTHONPATH=.:protos $(BIN)/python -m tests.sim.run $(if $(SEED),--seed $(SEED),--seeds $(SEEDS) --first $(FIRST)) $(if $(KIND),--kind $(KIND))
+
+sim-seldom: $(READY) ## Run the simulator until what seldom happens has: up to 200 seeds of each kind from FIRST=0 (KIND=failover: only those)
+	PYTHONPATH=.:protos $(BIN)/python -m tests.sim.run --seldom --first $(FIRST) $(if $(KIND),--kind $(KIND))
 
 sim-mutants: $(READY) ## Put one deliberate bug after the other into the machines: the simulator must see each
 	PYTHONPATH=.:protos $(BIN)/python -m tests.sim.run_mutants

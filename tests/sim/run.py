@@ -1,7 +1,8 @@
 """`make sim`: the seeds of every kind of simulation, on all cores; or one, with its transcript.
 
 Prints what happened, and ends with 1 if a seed failed, or if what should happen now and then never
-did.
+did. What seldom happens is looked for by `make sim-seldom`: in seeds of each kind until all of it
+has, or did not in as many as should have it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import NamedTuple
 
 from ps_server.rows import row_kernels
@@ -82,9 +83,7 @@ def run_all(kinds: Sequence[str], seeds: range, jobs: int) -> int:
     began_s = time.monotonic()
     runs = {kind: Run(KINDS[kind]) for kind in kinds}
     failed = 0
-    load_loops()
-    context = multiprocessing.get_context("fork")  # once, before the pool has a thread
-    with ProcessPoolExecutor(jobs, context, collect_seldom) as pool:
+    with _pool(jobs) as pool:
         chunks = [
             pool.submit(run_chunk, kind, own[at : at + CHUNK])
             for kind in kinds
@@ -92,18 +91,55 @@ def run_all(kinds: Sequence[str], seeds: range, jobs: int) -> int:
             for at in range(0, len(own), CHUNK)
         ]
         for chunk in chunks:
-            for found in chunk.result():
-                if found.problem:
-                    failed += 1
-                    print(f"FAILED {found.kind} SEED={found.seed}\n{found.problem}", flush=True)
-                else:
-                    runs[found.kind].add(found.counts)
+            failed += _noted(chunk.result(), runs)
+    return _ended(runs, failed, time.monotonic() - began_s)
+
+
+def run_seldom(kinds: Sequence[str], first: int, jobs: int) -> int:
+    """Run seeds of each kind until all has happened that should in `many`; the exit code."""
+    began_s = time.monotonic()
+    runs = {kind: Run(KINDS[kind]) for kind in kinds}
+    failed = 0
+    with _pool(jobs) as pool:
+
+        def begin(kind: str, at: int) -> Future[list[Seed]]:
+            return pool.submit(run_chunk, kind, range(at, at + CHUNK))
+
+        open_chunks = {begin(kind, first): (kind, first + CHUNK) for kind in kinds}
+        while open_chunks:
+            done, _ = wait(open_chunks, return_when=FIRST_COMPLETED)
+            for chunk in done:
+                kind, at = open_chunks.pop(chunk)
+                failed += _noted(chunk.result(), runs)
+                if runs[kind].lacks_something and at < first + KINDS[kind].many:
+                    open_chunks[begin(kind, at)] = kind, at + CHUNK
+    return _ended(runs, failed, time.monotonic() - began_s)
+
+
+def _pool(jobs: int) -> ProcessPoolExecutor:
+    load_loops()
+    context = multiprocessing.get_context("fork")  # once, before the pool has a thread
+    return ProcessPoolExecutor(jobs, context, collect_seldom)
+
+
+def _noted(chunk: Sequence[Seed], runs: Mapping[str, Run]) -> int:
+    """What came of some seeds; how many of them failed."""
+    failed = [found for found in chunk if found.problem]
+    for found in failed:
+        print(f"FAILED {found.kind} SEED={found.seed}\n{found.problem}", flush=True)
+    for found in chunk:
+        if not found.problem:
+            runs[found.kind].add(found.counts)
+    return len(failed)
+
+
+def _ended(runs: Mapping[str, Run], failed: int, took_s: float) -> int:
     for kind, run in runs.items():
         print(f"{kind}: {run.report()}")
         for words in run.lacks():
             failed += 1
             print(f"FAILED {kind}: {words}")
-    print(f"{failed} failures; {time.monotonic() - began_s:.0f} s")
+    print(f"{failed} failures; {took_s:.0f} s")
     return 1 if failed else 0
 
 
@@ -114,11 +150,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="this one alone, with its transcript")
     parser.add_argument("--kind", choices=sorted(KINDS), help="only this kind; all its seeds")
+    parser.add_argument("--seldom", action="store_true", help="until what seldom happens has")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time")
     options = parser.parse_args(arguments)
     kinds = [options.kind] if options.kind else list(KINDS)
     if options.seed is not None:
         return replay(kinds, options.seed)
+    if options.seldom:
+        return run_seldom(kinds, options.first, options.jobs)
     seeds = range(options.first, options.first + options.seeds)
     return run_all(kinds, seeds, options.jobs)
 
