@@ -6,13 +6,14 @@ the list of what is in it, and every loss, double or disorder shows.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Container, Generator, Hashable, Sequence
+from collections.abc import Callable, Container, Generator, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from ps_core.errors import Fenced, PushpullError
+from ps_core.errors import Fenced, PushpullError, UpdateFailed
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Outcome
 from ps_core.tables.optimizers import Hyperparameters
@@ -47,7 +48,7 @@ from ps_worker.window.push_window import (
 from tests.sim.arithmetic import Reading, numbers_of
 from tests.sim.grads import Grad
 from tests.sim.server import SimServer
-from tests.sim.truth import Body, Settings, TrainingEnded, scale_of
+from tests.sim.truth import Body, Settings, TableFailed, TrainingEnded, scale_of
 from tests.sim.world import World
 
 PULL_DEADLINE_S = 5.0
@@ -256,6 +257,12 @@ class SimWorker:
         self.sent: dict[EntryKey, Grad] = {}
         self.lost: set[tuple[TableId, Grad]] = set()  # rejected or discarded
         self.read_early = False  # what was read last is of the newest step
+        self.dropped: set[TableId] = set()
+        """Tables that it trains without, since they have failed."""
+        self.extra_steps = 0
+        """So many more than it was to train at first."""
+        self.is_at_its_last = False
+        """Whether it takes its last step, or has taken it."""
         self.peer_versions: dict[tuple[TableId, int], int] = {}
         self.connection: dict[NodeId, int] = {}
         self.clocks = dict.fromkeys([t.table_id for t in layout.tables], 0)
@@ -307,6 +314,17 @@ class SimWorker:
     def is_down(self) -> bool:
         """Whether it does nothing."""
         return self.reads.is_down
+
+    @contextlib.contextmanager
+    def without_failed(self, table: Table) -> Iterator[None]:
+        """If the table turns out to have failed in here, it goes on with the others."""
+        try:
+            yield
+        except TableFailed:
+            self.world.counts["tables dropped"] += 1
+            self.dropped.add(table.table_id)
+            tables = self.layout.tables
+            self.layout.tables = [each for each in tables if each.table_id != table.table_id]
 
     def _resume(self) -> None:
         reads = self.reads
@@ -403,7 +421,9 @@ class SimWorker:
                 self.told_fenced(effect.error)
                 return
             elif isinstance(effect, StepRefused):
-                self.step_refused(effect)
+                is_failed = isinstance(effect.error, UpdateFailed)
+                if not is_failed or effect.table_id not in self.layout.settings.unreadable:
+                    self.step_refused(effect)
             elif isinstance(effect, SendPush):
                 self._carry(effect.server, self._push_event(effect), self._inline(effect))
                 if effect.inline_seal is not None:
@@ -431,6 +451,8 @@ class SimWorker:
         part.
         """
         key = effect.table_id, effect.clock
+        if effect.table_id in self.dropped:
+            return
         summed = self.summed.pop(key, None)
         assert summed is None or not effect.problems, effect
         if summed is None:

@@ -12,6 +12,7 @@ from ps_core.errors import (
     Recovering,
     StaleAssignment,
     TableNotFound,
+    UpdateFailed,
     WaitExpired,
 )
 from ps_core.keys import Incarnation, NodeId
@@ -85,7 +86,7 @@ class Evaluator:
         self.reads.begin(table, ReadTerms(clock, None, consistent=True, cut_id=cut_id))
         yield lambda: self.reads.is_done()
         if self.reads.refusals:
-            self._check_refused(self.reads.refusals[0])
+            self._check_refused(table, self.reads.refusals[0])
             return
         mode = self.layout.settings.at(table, clock).mode
         self.world.counts["cuts"] += 1
@@ -104,13 +105,18 @@ class Evaluator:
                 clock = self.cluster[owner].begin_cut(table.table_id, cut_id, CUT_S)
             except (NotOwner, Overloaded, Recovering, TableNotFound):  # the view may not be there
                 return
+            except UpdateFailed:
+                assert table.table_id in self.layout.settings.unreadable
+                return
             self.world.send("cut", lambda: clocks.update({owner: clock}))
 
         self.world.send("begin cut", arrive)
 
-    def _check_refused(self, error: PushpullError) -> None:
+    def _check_refused(self, table: Table, error: PushpullError) -> None:
         moved = NotOwner | StaleAssignment | TableNotFound
-        assert isinstance(error, WaitExpired | AlreadyPast | InvalidConfig | moved), error
+        is_failed = isinstance(error, UpdateFailed)
+        if not is_failed or table.table_id not in self.layout.settings.unreadable:
+            assert isinstance(error, WaitExpired | AlreadyPast | InvalidConfig | moved), error
         self.world.counts["cuts too slow"] += 1
 
     def _check(self, table: Table, clock: int) -> None:

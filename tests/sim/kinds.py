@@ -25,6 +25,10 @@ from tests.sim.test_passed_clocks import PassedClockSimulation
 from tests.sim.test_replacements import ReplacementSimulation
 from tests.sim.test_restores import RestoreSimulation
 from tests.sim.test_restores_kept import KeptRestoreSimulation
+from tests.sim.test_restores_unreadable import (
+    UnreadableLogRestoreSimulation,
+    UnreadableRestoreSimulation,
+)
 from tests.sim.test_runs import RunAwaySimulation, RunSimulation
 from tests.sim.test_runs_beside import (
     RunDepartureSimulation,
@@ -37,7 +41,7 @@ from tests.sim.test_runs_emptied import (
     EmptiedSimulation,
 )
 from tests.sim.test_scheduler_away import AwaySimulation
-from tests.sim.test_scheduler_restarts import RestartSimulation
+from tests.sim.test_scheduler_restarts import LongRestartSimulation, RestartSimulation
 from tests.sim.test_sealed_together import TogetherSimulation
 from tests.sim.test_shared_data import ShardRestoreSimulation, ShardSimulation
 from tests.sim.test_simulation import Simulation
@@ -51,6 +55,7 @@ KINDS: dict[str, type[Simulation]] = {
     "failover": FailoverSimulation,
     "away": AwaySimulation,
     "starts": RestartSimulation,
+    "starts-more": LongRestartSimulation,
     "logs": LogSimulation,
     "starts-logs": LogRestartSimulation,
     "restores-logs": LogRestoreSimulation,
@@ -71,6 +76,8 @@ KINDS: dict[str, type[Simulation]] = {
     "disagreements": DisagreeingSimulation,
     "lanes": LaneSimulation,
     "restores": RestoreSimulation,
+    "restores-unreadable": UnreadableRestoreSimulation,
+    "restores-unreadable-logs": UnreadableLogRestoreSimulation,
     "departures": DepartureSimulation,
     "departures-away": DepartureAwaySimulation,
     "departures-logs": DepartureLogSimulation,
@@ -91,6 +98,7 @@ SHARES = {
     "failover": 1,
     "away": 2,
     "starts": 3,
+    "starts-more": 10,
     "logs": 4,
     "starts-logs": 10,
     "restores-logs": 10,
@@ -111,6 +119,8 @@ SHARES = {
     "disagreements": 10,
     "lanes": 10,
     "restores": 5,
+    "restores-unreadable": 10,
+    "restores-unreadable-logs": 10,
     "departures": 4,
     "departures-away": 4,
     "departures-logs": 10,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.sim.mutation import Mutant
 
 _RESTORES = ("restores",)
+_UNREADABLE = ("restores-unreadable", "restores-unreadable-logs")
 _CLUSTER = "scheduler/machine/cluster.py"
 _RANGES = "ps_server/checkpoint/restored_ranges.py"
 
@@ -80,7 +81,30 @@ RESTORE_MUTANTS = (
         " or self.log.needs_snapshot",
         "",
         ("restores-logs",),
-        first_seed=63027,
+    ),
+    Mutant(
+        "a range whose restored table has failed stays closed",
+        "S10",
+        "ps_server/replication/range_roles.py",
+        "                primary.reopen()\n",
+        "                pass\n",
+        _UNREADABLE,
+    ),
+    Mutant(
+        "the values of a table that has failed are waited for",
+        "S10",
+        _RANGES,
+        "    return is_restored and not state.initialized and state.failure is None\n",
+        "    return is_restored and not state.initialized\n",
+        _UNREADABLE,
+    ),
+    Mutant(
+        "a table that has failed is served where its range goes",
+        "S10",
+        "ps_server/ranges/range_copy.py",
+        "    state.initialized, state.failure = facts.initialized, facts.failure\n",
+        "    state.initialized, state.failure = facts.initialized or bool(facts.failure), None\n",
+        _UNREADABLE,
     ),
     Mutant(
         "who joins a restored model puts its tables at one clock",

@@ -20,10 +20,19 @@ from typing import Any, ClassVar
 import pytest
 
 from ps_core.cluster_view import ClusterView, Role, Session
+from ps_core.keys import TableId
 from scheduler.journal import records
 from scheduler.journal.decision_buffer import DecisionBuffer, DurableBatch
+from scheduler.machine.checkpoint_state import CheckpointMade
 from scheduler.machine.cluster import Cluster, Decision
-from scheduler.machine.state import NodeSilent, Registration, Transition
+from scheduler.machine.state import (
+    ChangeCommitted,
+    NodeSilent,
+    RangesFailedOver,
+    Registration,
+    Transition,
+)
+from tests.sim.actors import SimWorker
 from tests.sim.replicated import LEASE_S
 from tests.sim.scheduled import LOOK_S
 from tests.sim.server import SimServer
@@ -40,6 +49,9 @@ WRITES_S = (0.0, 0.001, 0.05, 1.0)
 MOST_STARTS = 12
 FOUND = (134, 2181)
 """Seeds that were red."""
+FEW_SEEDS = 4
+MORE_STEPS, MOST_MORE_STEPS = (2, 4), 8
+"""Of a worker, when another scheduler has begun; and in a seed."""
 
 
 class _AsTold:
@@ -307,6 +319,74 @@ class RestartSimulation(AwaySimulation, ReplacementSimulation):
         may = super().may_lose(server, for_good=for_good)
         self.scheduler = own
         return may
+
+
+class LongRestartSimulation(RestartSimulation):
+    """One seed in which workers train on whenever another scheduler has begun: it decides as much
+    as the one before.
+    """
+
+    often: ClassVar[frozenset[str]] = frozenset({
+        "scheduler started again", "trained on after a start", "changed after a start",
+        "joined after a start", "failovers after a start", "checkpoints after a start", "gone",
+        "equal replicas",
+    })  # fmt: skip
+    medians: ClassVar[dict[str, int]] = {
+        "messages": 2_000, "scheduler started again": 1, "trained on after a start": 1,
+    }  # fmt: skip
+
+    def __init__(self, seed: int, *, narrate: bool = False) -> None:
+        self._more_steps = 0
+        self._had_sealed: dict[SimWorker, dict[TableId, int]] = {}
+        """What workers had sealed when they were to train on last."""
+        super().__init__(seed, narrate=narrate)
+
+    def _start_again(self) -> None:
+        """What was read is written before anything else is decided, as `SchedulerServicer` does."""
+        super()._start_again()
+        self._writing, number = self._take(), self._start_number
+        self.world.after(self.fates.random() * self._writes_s, lambda: self._written(number))
+        more = min(self.fates.randint(*MORE_STEPS), MOST_MORE_STEPS - self._more_steps)
+        self._more_steps += more
+        for worker in self.workers if more else ():
+            if not (worker.finished or worker.is_at_its_last):
+                worker.extra_steps += more
+                sealed, own = self.truth.sealed, worker.incarnation
+                tables = [table.table_id for table in worker.layout.tables]
+                self._had_sealed[worker] = {t: sealed.get((t, own), 0) for t in tables}
+
+    def _happened(self, transition: Transition) -> None:
+        super()._happened(transition)
+        counts = self.world.counts
+        if not counts["scheduler started again"]:
+            return
+        match transition:
+            case ChangeCommitted(change=change):
+                what = "changed" if change.join is None else "joined"
+                counts[f"{what} after a start"] += 1
+            case RangesFailedOver():
+                counts["failovers after a start"] += 1
+            case CheckpointMade():
+                counts["checkpoints after a start"] += 1
+
+    def _check_end(self) -> None:
+        super()._check_end()
+        for worker, had_sealed in self._had_sealed.items():
+            is_harmed = worker.failed or worker.is_down or worker.incarnation in self.truth.gone
+            if is_harmed and worker not in self.has_left:
+                continue
+            for table_id, before in had_sealed.items():
+                sealed = self.truth.sealed[table_id, worker.incarnation]
+                assert sealed > before, (
+                    f"LIVE: worker {worker.rank} had sealed clock {before} of table {table_id} "
+                    f"when another scheduler began, and seals no more than {sealed}"
+                )
+            self.world.counts["trained on after a start"] += 1
+
+
+@pytest.mark.timeout(300)
+def test_workers_train_on_beside_another_scheduler(sim_seeds: tuple[int, ...]) -> None:
+    run_seeds(LongRestartSimulation, sim_seeds[:FEW_SEEDS] if len(sim_seeds) > 1 else sim_seeds)
 
 
 @pytest.mark.timeout(300)

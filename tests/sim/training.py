@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Generator, Mapping
 from dataclasses import dataclass
 
 from ps_core.consistency import Mode
-from ps_core.errors import EditRefused, Fenced, InvalidConfig, InvalidTensor
+from ps_core.errors import EditRefused, Fenced, InvalidConfig, InvalidTensor, UpdateFailed
 from ps_core.keys import TableId
 from ps_core.tables.table import Table
 from ps_worker.steps.steps import passed, skipped_clocks
@@ -15,7 +15,7 @@ from tests.sim.actors import EVERY_BLOCK, ReadTerms, SimWorker, Waits
 from tests.sim.arithmetic import numbers_of
 from tests.sim.edits import Edit
 from tests.sim.grads import VALUES, Grad
-from tests.sim.truth import CLIP_SCALE, Body, TrainingEnded, Truth
+from tests.sim.truth import CLIP_SCALE, Body, TableFailed, TrainingEnded, Truth
 
 FROM_THE_LEADER = 0.9
 """Of a follower's values; it reads the others itself."""
@@ -40,12 +40,17 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
         yield from begin_where_the_others_are(worker, truth, clocks)
     else:
         yield from begin_anew(worker, truth, clocks)
+    for table_id in worker.dropped:
+        clocks.pop(table_id, None)
     may_leave_by_it = not worker.layout.settings.groups.leaders
     leaves_by_its_step = worker.world.draw.random() < 0.3 and may_leave_by_it  # else by another
     stays = [] if leaves_by_its_step else list(worker.layout.tables)
-    for number in range(steps):
+    number, worker.is_at_its_last = 0, False
+    while not worker.is_at_its_last:
+        number += 1
+        worker.is_at_its_last = is_last = number >= steps + worker.extra_steps
         newest: dict[TableId, int] = {}
-        if number < steps - 1 and _may_seal_together(worker, clocks):
+        if not is_last and _may_seal_together(worker, clocks):
             yield from _steps_together(worker, truth, clocks, newest)
             _leave_out(worker, truth, clocks, newest)
             yield from worker.between(worker, True)
@@ -53,7 +58,7 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
         for table in worker.layout.tables:
             clock = clocks[table.table_id] + 1
             edit = worker.layout.settings.edits.at(table, clock)
-            if number == steps - 1 and leaves_by_its_step and edit is None:
+            if is_last and leaves_by_its_step and edit is None:
                 yield from _step(worker, truth, table, clock, last=True)
                 continue
             blocks: Container[int] = EVERY_BLOCK
@@ -62,13 +67,13 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
                 yield from _step(worker, truth, table, clock)
             else:
                 yield from _edit(worker, truth, edit)
-            if number == steps - 1 and leaves_by_its_step:
+            if is_last and leaves_by_its_step:
                 stays.append(table)
             newest[table.table_id] = yield from _pull(worker, truth, table, clock, blocks)
             clocks[table.table_id] = clock
-        if number < steps - 1 or not leaves_by_its_step:
+        if not is_last or not leaves_by_its_step:
             _leave_out(worker, truth, clocks, newest)
-        yield from worker.between(worker, number < steps - 1)
+        yield from worker.between(worker, not is_last)
     for table in stays:
         clock = clocks[table.table_id] + 1
         ranges = list(table.blocks_by_range(worker.layout.range_count))
@@ -82,15 +87,16 @@ def begin_anew(
     worker: SimWorker, truth: Truth, clocks: dict[TableId, int], *, reads: bool = True
 ) -> Waits:
     """Rank 0 gives initial values where a checkpoint has none, and each worker reads them, unless
-    it dies before that.
+    it dies before that. It trains without tables that fail.
     """
-    for table in worker.layout.tables:
+    for table in list(worker.layout.tables):
         first = truth.restored.get(table.table_id)
         if worker.rank == 0 and first is None and table.spec.rows is None:
             yield from _step(worker, truth, table, 0)
         clocks[table.table_id] = first or 0
         if reads:
-            yield from read_and_check(worker, truth, table, first or 0)
+            with worker.without_failed(table):
+                yield from read_and_check(worker, truth, table, first or 0)
 
 
 def _pull(
@@ -145,12 +151,16 @@ def begin_where_the_others_are(
         stepped = worker.layout.settings.stepped
         stepped[table.table_id] = max(stepped[table.table_id], newest)
     for table in tables:
-        newest = clocks[table.table_id]
-        yield from _read(worker, table, 0)  # it is given what is there when it has joined
-        _check_first(worker, truth, table, joined[table.table_id])
-        for clock in range(joined[table.table_id] + 1, newest + 1):
-            yield lambda key=(table.table_id, clock): key in worker.ended  # type: ignore[misc]
-        yield from read_and_check(worker, truth, table, newest)
+        with worker.without_failed(table):
+            yield from _join(worker, truth, table, joined[table.table_id], clocks[table.table_id])
+
+
+def _join(worker: SimWorker, truth: Truth, table: Table, joined: int, newest: int) -> Waits:
+    yield from _read(worker, table, 0)  # it is given what is there when it has joined
+    _check_first(worker, truth, table, joined)
+    for clock in range(joined + 1, newest + 1):
+        yield lambda key=(table.table_id, clock): key in worker.ended  # type: ignore[misc]
+    yield from read_and_check(worker, truth, table, newest)
 
 
 def _edit(worker: SimWorker, truth: Truth, edit: Edit) -> Waits:
@@ -466,6 +476,9 @@ def _read(
         yield worker.reads.is_done
         if not worker.reads.refusals:
             break
+        if any(isinstance(error, UpdateFailed) for error in worker.reads.refusals):
+            assert table.table_id in worker.layout.settings.unreadable, worker.reads.refusals
+            raise TableFailed
         if any(isinstance(error, InvalidConfig) for error in worker.reads.refusals):
             raise TrainingEnded("no initial values")
         if any(isinstance(error, Fenced) for error in worker.reads.refusals):

@@ -23,6 +23,10 @@ class TrainingEnded(Exception):
     """A worker was told something that ends its training; the message is what."""
 
 
+class TableFailed(Exception):
+    """A worker was told that a table has failed."""
+
+
 CLIP_SCALE = 0.5
 """What a worker's own gradient is scaled by, in tables that are clipped."""
 
@@ -71,6 +75,8 @@ class Settings:
         self.groups = Groups()  # none
         self.of_one: set[TableId] = set()
         """Tables of runs that have one worker."""
+        self.unreadable: set[TableId] = set()
+        """Tables of a checkpoint of which something cannot be read: they may fail."""
         self.stepped: dict[TableId, int] = defaultdict(int)
         """The newest clock of which a worker has sealed a step, and not said goodbye, or made an
         eager push."""
