@@ -32,11 +32,9 @@ BACKOFF_S = 0.5
 SOON_S = 1.0
 STUCK = 0.03
 """How likely a stream that cannot get through is given up, each time that it is tried."""
-WINDOW_BYTES = 4 * 1024 * 1024
-"""So much may be on its way before its receiver takes it."""
 PIECES = 3
 """Messages of one snapshot."""
-_RECORD_BYTES = 64 * 1024
+RECORD_BYTES = 64 * 1024
 _PIECE_BYTES = 2 * 1024 * 1024
 _SMALL_BYTES = 100
 
@@ -56,7 +54,7 @@ class CopyPiece(NamedTuple):
     has_waited: bool = False
 
 
-_BYTES: dict[type, int] = {LogRecord: _RECORD_BYTES, CopyPiece: _PIECE_BYTES}
+_BYTES: dict[type, int] = {LogRecord: RECORD_BYTES, CopyPiece: _PIECE_BYTES}
 
 
 def size_of(message: object) -> int:
@@ -279,7 +277,7 @@ class SimLink:
         stream = self._stream
         if stream is None or self._owner.is_paused or self._owner.is_dead:
             return
-        while stream.on_its_way_bytes < WINDOW_BYTES:
+        while stream.on_its_way_bytes < self._world.window_bytes:
             message = self._queue.take()
             if message is None:
                 return

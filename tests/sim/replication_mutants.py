@@ -434,6 +434,7 @@ REPLICATION_MUTANTS = (
         "        for node_id in busy & moving:\n",
         "        for node_id in busy:\n",
         ("loops",),
+        first_seed=37,
     ),
     Mutant(
         "what could be told to nobody is never told",

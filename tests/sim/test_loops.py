@@ -4,6 +4,7 @@ on (G1 to G4, S8).
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
@@ -11,10 +12,15 @@ from typing import ClassVar
 import pytest
 
 from tests.sim.calamities import LOOPS, Plan
+from tests.sim.peer_streams import RECORD_BYTES
 from tests.sim.test_failover import FailoverSimulation
 from tests.sim.test_simulation import run_seeds
+from tests.sim.world import WINDOW_BYTES
 
 pytestmark = pytest.mark.slow
+
+WINDOWS = (WINDOW_BYTES, 2 * RECORD_BYTES)
+"""Of streams between servers, in a seed: records of large blocks fill them."""
 
 
 class LoopSimulation(FailoverSimulation):
@@ -27,6 +33,10 @@ class LoopSimulation(FailoverSimulation):
         "ranges given up", "joined ranges", "equal replicas",
     })  # fmt: skip
     medians: ClassVar[dict[str, int]] = {"messages": 2_000, "joined ranges": 1}
+
+    def __init__(self, seed: int, *, narrate: bool = False) -> None:
+        super().__init__(seed, narrate=narrate)
+        self.world.window_bytes = random.Random(f"windows of {seed}").choice(WINDOWS)
 
     @cached_property
     def plan(self) -> Plan:

@@ -13,6 +13,7 @@ from functools import partial
 Link = tuple[Hashable, Hashable]
 """From whom to whom; messages the other way have another."""
 NEVER_S = 1e9
+WINDOW_BYTES = 4 * 1024 * 1024
 PAUSED_SHARES = (0.0, 0.0, 0.0, 0.02, 0.1, 0.4)
 """Of the steps of servers' works: after so many others have their turns, in a seed."""
 PAUSES_LAST_S = (0.005, 0.05, 0.4)
@@ -93,6 +94,8 @@ class World:
         """Links that carry nothing, by how many faults."""
         self.slow: dict[Link, float] = {}
         """By how much messages may come later, in seconds."""
+        self.window_bytes = WINDOW_BYTES
+        """So much may be on its way on a stream between servers before its receiver takes it."""
         self.narrates = narrate
         self._numbers = itertools.count()
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
