@@ -107,7 +107,7 @@ class UnreadableServer(TimelineServer):
             return
         if self.machine.shards.get(key) is not part:
             self.world.counts["gone while it was read"] += 1
-            self._was_read(lambda: self._ranges.ended(key, part))
+            self._was_read(lambda: self._ranges.end_read(part))
             return
         try:
             versions = self._read_blocks(key, part)
@@ -127,7 +127,7 @@ class UnreadableServer(TimelineServer):
         """As `RestoredValues`: the table fails, wherever this server has some of it."""
         self.world.counts["tables refused"] += 1
         self.world.say(f"server {self.node_id} cannot read {key}")
-        self._ranges.ended(key, part)
+        self._ranges.end_read(part)
         self.works.finish()
         self._failed_at.setdefault(key[0], next(self.waiters))
         try:
