@@ -254,14 +254,19 @@ class Replication:
         No former writer of the log counts as alive once this server is registered, so a living
         primary is one that took the range over. It serves if it has been given a configuration
         since. If this server is primary, it has joined the range since, from one that had it.
+
+        What the log has is of removed tables if the range has no primary, or has had a living one
+        since it was placed, which no former writer is.
         """
         view, assignment = self._view, self._assignment(range_id)
         if view is None or assignment is None or assignment.is_lost:
             return False
-        if assignment.primary == self._node_id:
+        if assignment.primary in (self._node_id, None):
             return True
         living = {node.node_id for node in view.nodes if node.state is NodeState.ALIVE}
-        return assignment.primary in living and assignment.assignment_epoch > assignment.term
+        term, placed_epoch = assignment.term, assignment.placed_epoch
+        is_first = 0 < placed_epoch == term  # 0: an older scheduler does not say
+        return assignment.primary in living and (is_first or assignment.assignment_epoch > term)
 
     def _be_primary(self, assignment: RangeAssignment, now_s: float) -> None:
         range_id, assignment_epoch = assignment.range_id, assignment.assignment_epoch

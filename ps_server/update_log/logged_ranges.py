@@ -12,7 +12,7 @@ Rules:
 
 Invariants:
     LOG-2  A range that is not given back to a server is ended in its log, and not gone on with. One
-           that was not asked for is ended only when a view shows who has it.
+           that was not asked for is ended only when a view shows who has it, or that it is empty.
     LOG-4  A range's BEGIN, TAKEN_OVER or SNAPSHOT is in the log before its records.
 """
 

@@ -22,8 +22,9 @@ Rules:
       later holder is let in when it has everything.
     - A primary that is missing the values of a range reports it: the other backups are tried, each
       once. When none is left that may come back, the range is lost.
-    - A range without values (a removed run had them) is never lost: it has no primary any more.
-      When it is placed again, the new `placed_epoch` tells servers that held it that it is empty.
+    - A range without values (a removed run had them) is never lost. Once no holder is a member it
+      has no primary any more: nobody waits for their logs. When it is placed again, the new
+      `placed_epoch` tells who held it, or comes with a log of it, that it is empty.
     - A primary's update log has everything that it committed. A server that has the log has its
       lock, so the old primary is dead, silent or not (SEMANTICS S13).
     - A server catches up until the epoch ends or it leaves, silent or not, because it drops its
@@ -80,8 +81,7 @@ class Configurations:
         """
         if self._state.finished:
             return []
-        gone = [r.range_id for r in self._state.ranges if r.in_sync
-                and not any(map(self._may_come_back, r.in_sync))]  # fmt: skip
+        gone = [r.range_id for r in self._state.ranges if r.in_sync and self._is_gone(r)]
         transitions = self._give_up(gone)
         if not self._backup_count:
             return transitions
@@ -219,10 +219,21 @@ class Configurations:
             *(RangesLost(members[each].node, tuple(ids)) for each, ids in lost.items()),
         ]
 
+    def _is_gone(self, assignment: RangeAssignment) -> bool:
+        """True if nobody will bring a range back. Where there are no values, nobody waits for an
+        update log: what it has of the range is of removed tables.
+        """
+        has_values = self._state.range_bytes.get(assignment.range_id)
+        is_awaited = self._may_come_back if has_values else self._is_member
+        return not any(map(is_awaited, assignment.in_sync))
+
     def _may_come_back(self, node_id: NodeId) -> bool:
         """True if a server's values may still exist: it may live, or another may bring its log."""
-        member = self._state.members[node_id]
-        return member.node.state.is_member or member.registration.update_log is not None
+        has_log = self._state.members[node_id].registration.update_log is not None
+        return has_log or self._is_member(node_id)
+
+    def _is_member(self, node_id: NodeId) -> bool:
+        return self._state.members[node_id].node.state.is_member
 
     def _check(self, primary: NodeId, backup_requests: Sequence[BackupRequest]) -> None:
         ranges = self._state.ranges

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from ps_core.cluster_view import BackupRequest, RangeAssignment, Role, Session
+from ps_core.keys import RangeId
 from ps_core.tables.table_spec import TableSpec
 from ps_server.ranges.server_machine import ServerMachine
+from ps_server.replication.backup import Replica
 from ps_server.replication.range_roles import Replication
 from scheduler.machine.cluster import Created
 from scheduler.machine.state import RangesLost, RangesUnplaced, UpdateLogClaim
@@ -21,9 +23,10 @@ LARGE = replace(SPEC, element_count=64 * 64)  # blocks in each of the ranges
 class Emptied(Harness):
     """Two servers, and a named run that may be removed with its table."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, has_logs: bool = False, **settings: Any) -> None:
         super().__init__(server_count=2, range_count=8, **settings)
-        self.servers = [self.join(Role.SERVER) for _ in range(2)]
+        logs = [UpdateLogClaim(bytes([number]) * 16) if has_logs else None for number in (1, 2)]
+        self.servers = [self.join(Role.SERVER, update_log=log) for log in logs]
         self.worker = self.join(Role.WORKER, run="a", world_size=1)
         self.made(self.worker)
 
@@ -67,9 +70,10 @@ def test_a_server_without_values_that_leaves_loses_nothing() -> None:
         assert now.assignment_epoch == was.assignment_epoch + 1
 
 
-def test_a_silent_server_without_values_is_given_up() -> None:
+@pytest.mark.parametrize("has_logs", [False, True])
+def test_a_silent_server_without_values_is_given_up(*, has_logs: bool) -> None:
     """No table would be made in its ranges otherwise, until it comes back."""
-    cluster = Emptied()
+    cluster = Emptied(has_logs=has_logs)
     silent, stays = cluster.servers
     cluster.remove()
     for _ in range(200):
@@ -272,3 +276,79 @@ def test_a_log_with_what_was_removed_gives_back_an_empty_range(*, is_stale: bool
         after = cluster.ranges[before.range_id]
         assert after.primary == again.node_id
         assert after.initial_holders == ((again.node_id,) if is_stale else ())
+
+
+class LeftLog(Emptied):
+    """A server that has left with its log, and whose ranges have no values."""
+
+    def __init__(self) -> None:
+        super().__init__(has_logs=True)
+        self.left, self.stays = self.servers
+        self.had = tuple(self.held_by(self.left))
+        self.remove()
+        self.leave(self.left)
+
+    def come_back(self) -> Session:
+        """Another server comes with the log, which has the ranges as they were."""
+        range_ids = tuple(each.range_id for each in self.had)
+        epochs = tuple(each.assignment_epoch for each in self.had)
+        claim = UpdateLogClaim(bytes([1]) * 16, SETTINGS.timeline, range_ids, (), epochs)
+        return self.join(Role.SERVER, update_log=claim)
+
+    def lost_at(self, session: Session) -> list[RangeId]:
+        """What is lost there, of what the log has, as the server sees its first view."""
+        server = Replication(session.node_id, ServerMachine(session.node_id, 1), 1.0)
+        replicas = [
+            Replica(each.range_id, each.assignment_epoch, 1.0, each.term, {}, 11)
+            for each in self.had
+        ]
+        server.recover(replicas)
+        lost, _ = server.observe(self.cluster.view, 0.0)
+        assert not server.replicas
+        assert not server.missing
+        assert all(primary.log.number == 0 for primary in server.primaries.values())
+        return lost
+
+
+def test_nobody_waits_for_an_update_log_of_ranges_without_values() -> None:
+    """A new table would, until the machine that has the log returns."""
+    cluster = LeftLog()
+    (unplaced,) = cluster.of(RangesUnplaced)
+    assert set(unplaced.range_ids) == {each.range_id for each in cluster.had}
+    cluster.join(Role.SERVER)
+    cluster.made(cluster.join(Role.WORKER))
+    assert not cluster.held_by(cluster.left)
+
+
+@pytest.mark.parametrize("is_placed_anew", [False, True])
+def test_who_brings_that_log_is_given_nothing_and_ends_it(*, is_placed_anew: bool) -> None:
+    """Whether the ranges have been placed elsewhere meanwhile, or have no primary yet."""
+    cluster = LeftLog()
+    if is_placed_anew:
+        cluster.join(Role.SERVER)
+        cluster.made(cluster.join(Role.WORKER))
+    before = cluster.ranges
+    comes = cluster.come_back()
+    assert cluster.ranges == before
+    assert set(cluster.lost_at(comes)) == {each.range_id for each in cluster.had}
+
+
+def test_who_brings_that_log_begins_what_is_placed_there_before_its_first_view() -> None:
+    cluster = LeftLog()
+    comes = cluster.come_back()
+    cluster.made(cluster.join(Role.WORKER))
+    had = {each.range_id for each in cluster.had}
+    assert had.intersection(each.range_id for each in cluster.held_by(comes))
+    assert set(cluster.lost_at(comes)) == had
+
+
+def test_the_log_of_ranges_with_values_is_waited_for() -> None:
+    cluster = Emptied(has_logs=True)
+    left, stays = cluster.servers
+    before = cluster.ranges
+    cluster.leave(left)
+    cluster.pass_time(0.5, stays)
+    assert cluster.ranges == before
+    cluster.remove()
+    cluster.pass_time(0.5, stays)
+    assert not cluster.held_by(left)

@@ -63,7 +63,7 @@ class Server:
 
     def see(
         self,
-        *ranges: tuple[NodeId, AssignmentEpoch, tuple[NodeId, ...]],
+        *ranges: tuple[NodeId | None, AssignmentEpoch, tuple[NodeId, ...]],
         begins_anew: bool = False,
         looks: bool = True,
         **fields: object,
@@ -80,10 +80,11 @@ class Server:
             tuple(
                 RangeAssignment(
                     RangeId(index), slots[index], epoch, primary, backups, (),
-                    (primary, *backups) if epoch == PLACED_EPOCH or begins_anew else (),
+                    in_sync if epoch == PLACED_EPOCH or begins_anew else (),
                     **fields,  # type: ignore[arg-type]
                 )
                 for index, (primary, epoch, backups) in enumerate(ranges)
+                for in_sync in [() if primary is None else (primary, *backups)]
             ),
             (),
         )  # fmt: skip
@@ -202,6 +203,26 @@ def test_what_a_living_primary_has_taken_over_is_ended_once() -> None:
     server = withholding()
     server.see((OTHER, epoch(4), ()), term=epoch(3))
     server.see((OTHER, epoch(5), ()), term=epoch(3))
+    assert server.paper.lines == [("end", 0, 0)]
+
+
+@pytest.mark.parametrize("is_unplaced", [False, True])
+def test_what_is_withheld_of_removed_tables_is_ended(*, is_unplaced: bool) -> None:
+    """LOG-2: the range has no primary, or a living one since it was placed, who wrote another log.
+    Nothing of the range is asked for in this log any more, whoever comes with it.
+    """
+    server = withholding()
+    placed: dict[str, object] = {"term": epoch(6), "placed_epoch": epoch(6)}
+    server.nodes[OTHER] = NodeState.SILENT
+    server.see((OTHER, epoch(6), ()), **placed)
+    server.nodes[OTHER] = NodeState.ALIVE
+    server.see((OTHER, epoch(6), ()), is_lost=True, **placed)
+    server.see((OTHER, epoch(7), ()), term=epoch(7), placed_epoch=epoch(6))
+    assert server.paper.lines == []
+    if is_unplaced:
+        server.see((None, epoch(8), ()))
+    else:
+        server.see((OTHER, epoch(9), ()), term=epoch(9), placed_epoch=epoch(9))
     assert server.paper.lines == [("end", 0, 0)]
 
 
