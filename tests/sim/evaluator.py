@@ -114,9 +114,11 @@ class Evaluator:
 
     def _check_refused(self, table: Table, error: PushpullError) -> None:
         moved = NotOwner | StaleAssignment | TableNotFound
+        is_new = isinstance(error, Recovering) and "has no view" in error.message
         is_failed = isinstance(error, UpdateFailed)
         if not is_failed or table.table_id not in self.layout.settings.unreadable:
-            assert isinstance(error, WaitExpired | AlreadyPast | InvalidConfig | moved), error
+            refused = WaitExpired | AlreadyPast | InvalidConfig | moved
+            assert is_new or isinstance(error, refused), error
         self.world.counts["cuts too slow"] += 1
 
     def _check(self, table: Table, clock: int) -> None:

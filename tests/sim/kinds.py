@@ -40,6 +40,7 @@ from tests.sim.test_runs_emptied import (
     EmptiedRestoreSimulation,
     EmptiedSimulation,
 )
+from tests.sim.test_runs_emptied_logs import EmptiedLogSimulation
 from tests.sim.test_scheduler_away import AwaySimulation
 from tests.sim.test_scheduler_restarts import LongRestartSimulation, RestartSimulation
 from tests.sim.test_sealed_together import TogetherSimulation
@@ -72,6 +73,7 @@ KINDS: dict[str, type[Simulation]] = {
     "runs-emptied": EmptiedSimulation,
     "runs-emptied-starts": EmptiedRestartSimulation,
     "runs-emptied-restores": EmptiedRestoreSimulation,
+    "runs-emptied-logs": EmptiedLogSimulation,
     "loops": LoopSimulation,
     "disagreements": DisagreeingSimulation,
     "lanes": LaneSimulation,
@@ -115,6 +117,7 @@ SHARES = {
     "runs-emptied": 10,
     "runs-emptied-starts": 10,
     "runs-emptied-restores": 10,
+    "runs-emptied-logs": 10,
     "loops": 4,
     "disagreements": 10,
     "lanes": 10,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ps_core import limits
+from ps_core.cluster_view import ClusterView
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
 from ps_core.sliced_work import Work, at_once
 from ps_core.tables.table import Table
@@ -23,7 +24,8 @@ from ps_server.update_log.format import FrameKind
 from ps_server.update_log.logged_ranges import LoggedRanges
 from ps_server.update_log.segments import LogSegments
 from scheduler.machine.state import UpdateLogClaim
-from tests.sim.replicated import LEASE_S, Place, ReplicatedServer, _shows
+from tests.sim.replicated import LEASE_S, Place, ReplicatedServer
+from tests.sim.shown import shows
 from tests.sim.truth import Settings
 from tests.sim.world import World
 
@@ -141,6 +143,9 @@ class SimLog:
         self._append("begin", log.range_id, log.term, log.assignment_epoch, log.released)
 
     def take_over(self, log: RangeLog) -> None:
+        assert (has := self._newest(log.range_id)) == log.released, (
+            f"S13: range {log.range_id} goes on from {log.released} in a log that has {has}"
+        )
         self._append("taken over", log.range_id, log.term, log.assignment_epoch, log.released)
 
     def write_snapshot(self, snapshot: Snapshot) -> Work[None]:
@@ -166,14 +171,33 @@ class SimLog:
     def end(self, range_id: RangeId) -> None:
         counts = self.world.counts
         counts["ranges ended in a log"] += 1
+        counts["ended as placed anew"] += self._is_of_before(range_id)
         if range_id in self.withheld:
             counts["withheld ranges ended"] += 1
-            self.withheld.discard(range_id)
-            assert self.writer is not None
-            assert self.writer.watch.is_held(range_id), (
+            assert self._may_end(range_id), (
                 f"LOG-2: nobody has range {range_id}, and it is ended in a log"
             )
+            self.withheld.discard(range_id)
         self._append("end", range_id, AssignmentEpoch(0), AssignmentEpoch(0), 0)
+
+    def _may_end(self, range_id: RangeId) -> bool:
+        """Whether nobody needs what it has of a range that was not asked for: a server that lives
+        has it, or the range has no values, or had none when it was placed anew.
+        """
+        assert self.writer is not None
+        watch = self.writer.watch
+        return (
+            watch.is_held(range_id)
+            or self._is_of_before(range_id)
+            or range_id not in ranges_with_values(watch._view())
+        )
+
+    def _is_of_before(self, range_id: RangeId) -> bool:
+        """Whether the range was placed anew since all that is written of it."""
+        assert self.writer is not None
+        begin = self._all_begins().get(range_id)
+        placed_epoch = self.writer.watch._view().ranges[range_id].placed_epoch
+        return begin is not None and self._epoch_of(range_id, begin) < placed_epoch
 
     def _append(
         self,
@@ -273,8 +297,17 @@ class SimLog:
             return UpdateLogClaim(self.log_id, former_log_ids=self.former_ids)
         begins = sorted(self.begins().items())
         range_ids = tuple(range_id for range_id, _ in begins)
-        epochs = tuple(self.frames[at].assignment_epoch for _, at in begins)
+        epochs = tuple(self._epoch_of(range_id, at) for range_id, at in begins)
         return UpdateLogClaim(self.log_id, self.timeline, range_ids, self.former_ids, epochs)
+
+    def _epoch_of(self, range_id: RangeId, begin: int) -> AssignmentEpoch:
+        """As a server claims it, which has read all: that of who went on with it last counts."""
+        return max(f.assignment_epoch for f in self.frames[begin:] if f.range_id == range_id)
+
+    def _newest(self, range_id: RangeId) -> int | None:
+        """The newest record that it has of a range, what is on its way included."""
+        found = [frame for frame in (*self.frames, *self._pending) if frame.range_id == range_id]
+        return None if not found or found[-1].kind == "end" else found[-1].number
 
     def has(self, range_id: RangeId, term: AssignmentEpoch, number: int) -> bool:
         """Whether all of a range up to that record could be read from it. What it goes on with is
@@ -423,6 +456,16 @@ class LoggedServer(ReplicatedServer):
             self._release([frame.range_id])
         self.works.begin(self._looking())
 
+    def _observing(self, view: ClusterView) -> Work[None]:
+        is_first = self._view is None
+        yield from super()._observing(view)
+        if is_first:
+            of_keys = self.machine.shards, self.values, self.numbers.shards.stores
+            held = {key[0] for keys in of_keys for key in keys}
+            held |= {table for each in self.replication.replicas.values() for table in each.copies}
+            found = sorted(filter(view.is_removed, held))
+            assert not found, f"S19: server {self.node_id} has tables {found} from a log"
+
     def _looking(self) -> Work[None]:
         yield from self.logged.looking()
         self.log.turn()
@@ -432,13 +475,18 @@ class LoggedServer(ReplicatedServer):
 
     def _doing(self, committed: Sequence[CommittedEffect]) -> Work[None]:
         for range_id in {
-            range_id for effect in committed if (range_id := _shows(effect)) is not None
+            range_id for effect in committed if (range_id := shows(effect)) is not None
         }:
             log = self.replication.primaries[range_id].log
             assert self.log.has(range_id, log.term, log.released), (
                 f"LOG-1: record {log.released} of range {range_id} is seen, and is not in the log"
             )
         yield from super()._doing(committed)
+
+
+def ranges_with_values(view: ClusterView) -> set[RangeId]:
+    """Those that have blocks of tables."""
+    return {r for table in view.tables for r in table.blocks_by_range(len(view.ranges))}
 
 
 def fresh_part(

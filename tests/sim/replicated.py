@@ -10,21 +10,16 @@ from ps_core.change import ChangeResult
 from ps_core.cluster_view import BackupRequest, ClusterView, NodeState, Role
 from ps_core.errors import NotOwner, TableNotFound
 from ps_core.keys import NodeId, RangeId, TableId
-from ps_core.ledger import ReplyKind
 from ps_core.sliced_work import Work, at_once
 from ps_core.tables.table import Table
 from ps_server.ranges.events import (
     Accumulate,
     AnswerPull,
-    Apply,
     Effect,
     EntryEvent,
-    Forget,
     PullEvent,
     Record,
     RefusePull,
-    ReplyTo,
-    place_of,
 )
 from ps_server.ranges.range_copy import ShardCopy, fresh_copy
 from ps_server.ranges.schedule import CutId
@@ -41,6 +36,7 @@ from tests.sim.grads import Grad
 from tests.sim.peer_streams import PIECES, CopyPiece, Greeting, SimLink, Stream, Welcome
 from tests.sim.server import TICK_S, SimServer
 from tests.sim.serving import Watch
+from tests.sim.shown import places, shows
 from tests.sim.truth import Settings
 from tests.sim.world import World
 
@@ -70,6 +66,8 @@ class Place(NamedTuple):
 
 class ReplicatedServer(SimServer):
     """A server that is primary of some ranges and backs up others."""
+
+    on_lost_track: Callable[[RangeId], None] = staticmethod(lambda _: None)
 
     def __init__(
         self,
@@ -314,6 +312,15 @@ class ReplicatedServer(SimServer):
         at_once(self.numbers.shards.removing_tables(table_ids))
         self.output.forget_tables(table_ids)
 
+    def lose_track(self, range_id: RangeId) -> None:
+        """It has nothing any more of a range that it backed up; as `ReplicatedRanges.taking`."""
+        self.world.counts["fault: replica broken"] += 1
+        self.world.say(f"server {self.node_id} lost track of range {range_id}")
+        self.replication.leave(range_id)
+        self._forget(range_id)
+        self.watch.lost_track(self, range_id)
+        self.on_lost_track(range_id)
+
     def _tick(self) -> None:
         if not (self.is_dead or self.is_paused):
             self._check_log()
@@ -450,7 +457,7 @@ class ReplicatedServer(SimServer):
         if not effects:
             yield from self._doing(())
             return
-        notes = [self.watch.deciding(self, place) for place in sorted(set(_places(effects)))]
+        notes = [self.watch.deciding(self, place) for place in sorted(set(places(effects)))]
         committed = yield from self.output.deciding(effects, self.now)
         for note in notes:
             note()
@@ -468,7 +475,7 @@ class ReplicatedServer(SimServer):
             yield
             return
         for range_id in {
-            range_id for effect in committed if (range_id := _shows(effect)) is not None
+            range_id for effect in committed if (range_id := shows(effect)) is not None
         }:
             log = self.replication.primaries[range_id].log
             self._begin(range_id)
@@ -766,27 +773,6 @@ class ReplicatedServer(SimServer):
 
 def _key_of(record: Record) -> tuple[TableId, RangeId, int]:
     return record.table_id, record.range_id, record.clock
-
-
-def _places(effects: Iterable[Effect]) -> Iterable[tuple[TableId, RangeId]]:
-    """Where something is decided by these effects; credit and receipts decide nothing."""
-    for effect in effects:
-        is_said_at_once = isinstance(effect, ReplyTo) and effect.ending is None
-        if not is_said_at_once and not isinstance(effect, Accumulate | Forget):
-            yield place_of(effect)
-
-
-def _shows(effect: CommittedEffect) -> RangeId | None:
-    """Of which range somebody sees something by this, if so."""
-    match effect:
-        case Put(record) | Assigned(record) | Apply(record):
-            return record.range_id
-        case AnswerPull():
-            return effect.range_id
-        case ReplyTo(kind=ReplyKind.COMMITTED):
-            return effect.range_id
-        case _:
-            return None
 
 
 def _drop_tables(of_keys: dict[Any, Any], table_ids: Collection[TableId]) -> None:

@@ -9,6 +9,7 @@ _LOGS = ("runs-logs",)
 _DEPARTURES = ("runs-departures",)
 _RESTORES = ("runs-restores",)
 _EMPTIED = ("runs-emptied",)
+_EMPTIED_LOGS = ("runs-emptied-logs",)
 _SERVER = "ps_server/ranges/server_machine.py"
 _CHANGES = "scheduler/machine/changes.py"
 
@@ -153,6 +154,38 @@ RUN_SEPARATION_MUTANTS = (
         "            self._node_id not in self._view.ranges[r.range_id].initial_holders))\n",
         _EMPTIED,
         first_seed=80,
+    ),
+    Mutant(
+        "an update log brings back what was there before a range was placed anew",
+        "S13",
+        "scheduler/machine/state.py",
+        "        return assignment_epoch >= assignment.placed_epoch\n",
+        "        return True\n",
+        _EMPTIED_LOGS,
+    ),
+    Mutant(
+        "a log goes on with a range that was placed anew",
+        "S13",
+        "ps_server/replication/range_roles.py",
+        "        lost = [*placed_anew, *self._not_given_back(view)]\n",
+        "        lost = self._not_given_back(view)\n",
+        _EMPTIED_LOGS,
+    ),
+    Mutant(
+        "a range without values waits for update logs",
+        "S8",
+        "scheduler/machine/configurations.py",
+        "is_awaited = self._may_come_back if has_values else self._is_member\n",
+        "is_awaited = self._may_come_back\n",
+        _EMPTIED_LOGS,
+    ),
+    Mutant(
+        "what is withheld of a range that is not placed stays in the log",
+        "S13",
+        "ps_server/replication/range_roles.py",
+        "        if assignment.primary in (self._node_id, None):\n",
+        "        if assignment.primary == self._node_id:\n",
+        _EMPTIED_LOGS,
     ),
     Mutant(
         "the work is done when the run without a name is",

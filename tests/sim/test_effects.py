@@ -43,7 +43,6 @@ class MortalServer(ReplicatedServer):
 
     may_break: Callable[[], bool] = staticmethod(lambda: False)
     may_lose: Callable[[RangeId], bool] = staticmethod(lambda _: False)
-    on_lost_track: Callable[[RangeId], None] = staticmethod(lambda _: None)
 
     def begin(self) -> None:
         """Before anything else."""
@@ -135,17 +134,9 @@ class MortalServer(ReplicatedServer):
     def _following(self, record: LogRecord) -> Work[Ack | None]:
         try:
             return (yield from super()._following(record))
-        except BrokenReplica:  # as `ReplicatedRanges.taking`
-            self._lose_track(record.range_id)
+        except BrokenReplica:
+            self.lose_track(record.range_id)
             return None
-
-    def _lose_track(self, range_id: RangeId) -> None:
-        self.world.counts["fault: replica broken"] += 1
-        self.world.say(f"server {self.node_id} lost track of range {range_id}")
-        self.replication.leave(range_id)
-        self._forget(range_id)
-        self.watch.lost_track(self, range_id)
-        self.on_lost_track(range_id)
 
 
 class Failures(Calamities):

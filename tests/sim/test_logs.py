@@ -50,6 +50,7 @@ class LogSimulation(StallingSimulation):
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({"frames lost", "withheld ranges ended"})
     medians: ClassVar[dict[str, int]] = {"messages": 1_500, "servers restarted": 1}
+    server_kind: ClassVar[type[LoggedServer]] = LoggedServer
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self.next_log: SimLog | None = None
@@ -81,7 +82,7 @@ class LogSimulation(StallingSimulation):
         """A server, with its log."""
         log = self.next_log or self.logs[len(self.servers)]
         place = place._replace(log=log)
-        made = LoggedServer(self.world, node_id, self.layout.settings, WORKERS, place)
+        made = self.server_kind(self.world, node_id, self.layout.settings, WORKERS, place)
         made.on_log_failure = self.log_failed
         return made
 
@@ -95,11 +96,16 @@ class LogSimulation(StallingSimulation):
 
     def kill(self, server: ReplicatedServer) -> None:
         """It comes back some time later, with what its log has."""
+        dead = self.crash(server)
+        self._coming.add(dead)
+        after_s = self.world.draw.choice(WHILE_DEAD_S) * (0.5 + self.world.draw.random())
+        self.world.after(after_s, lambda: self._come_with_log(dead))
+
+    def crash(self, server: ReplicatedServer) -> LoggedServer:
+        """It is dead, and some of what was on its way to its log is not in it."""
         assert isinstance(server, LoggedServer)
         server.kill()
-        self._coming.add(server)
-        after_s = self.world.draw.choice(WHILE_DEAD_S) * (0.5 + self.world.draw.random())
-        self.world.after(after_s, lambda: self._come_with_log(server))
+        return server
 
     def restart(self) -> None:
         """Nobody else comes."""
@@ -109,8 +115,8 @@ class LogSimulation(StallingSimulation):
         if self.plan.replica_count == 1 or self._boots.random() >= REBOOTED:
             return False
         living = {server.node_id for server in self.living} - self.lost()
-        begins = log.begins()
-        ranges = [r for r in self.told_view.ranges if r.range_id in begins]
+        kept = log.begins().keys() & {r.range_id for r in self.ranges_to_keep()}
+        ranges = [r for r in self.told_view.ranges if r.range_id in kept]
         return all(living.intersection(r.in_sync) for r in ranges)
 
     def _come_with_log(self, dead: LoggedServer, *, has_booted: bool = False) -> None:
@@ -126,10 +132,15 @@ class LogSimulation(StallingSimulation):
         asking = replace(
             node,
             registration_id=f"log {next(self._comings)}".encode().ljust(16),
+            address=self.address_again(dead),
             update_log=log.claim(),
             waited_s=0.0,
         )
         self._register_with(dead, asking)
+
+    def address_again(self, dead: LoggedServer) -> str:
+        """Where it comes: it is free, since who comes has its log."""
+        return self.scheduler._state.members[dead.node_id].registration.address
 
     def _register_with(self, dead: LoggedServer, asking: Registration) -> None:
         try:
@@ -164,12 +175,16 @@ class LogSimulation(StallingSimulation):
         self.next_log = None
         self._coming.discard(dead)
         view = self.told_view
-        self.servers[decision.reply.node_id].observe(view)  # before it serves at all
+        self.see_first(self.servers[decision.reply.node_id], view)
         mine = [r for r in view.ranges if r.primary == decision.reply.node_id]
         counts = self.world.counts
         counts["came back with its ranges"] += bool(mine)
         counts["came back without its ranges"] += len(mine) < len(log.begins())
         self._may_die_again(decision.reply.node_id)
+
+    def see_first(self, server: ReplicatedServer, view: ClusterView) -> None:
+        """What a server is told that has come with a log, before it serves at all."""
+        server.observe(view)
 
     def _may_die_again(self, node_id: NodeId) -> None:
         """What it was given back is lost with it, unless the log has that it went on."""

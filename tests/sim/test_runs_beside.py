@@ -95,6 +95,11 @@ class RunLogSimulation(RunSimulation, LogSimulation):
                     self.world.counts["died as a run was removed"] += 1
                     self.kill(server)
 
+    def _is_quiet(self) -> bool:
+        """Whoever has a range has come back, too, though nobody may wait for it."""
+        primaries = {r.primary for r in self.scheduler.view.ranges if r.primary is not None}
+        return super()._is_quiet() and not primaries & self.lost()
+
 
 class RunDepartureSimulation(Departing, RunSimulation):
     """One seed in which servers are told to stop, too: often as a run ends, or begins."""

@@ -43,6 +43,7 @@ from tests.sim.test_runs import PatientRunSimulation, RunSimulation
 from tests.sim.test_runs_beside import RunRestoreSimulation, _RunRestoredSimulation
 from tests.sim.test_scheduler_restarts import RestartSimulation, _AsTold
 from tests.sim.test_simulation import _spec, run_seeds
+from tests.sim.timelines import TimelineServer
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +66,7 @@ _PATIENCE_S = 30.0
 """For which holders are looked for that may die."""
 
 
-class EmptiedServer(MortalServer):
+class PlacedAnewServer(ReplicatedServer):
     """A server that counts what it hears of in one view."""
 
     def _observing(self, view: ClusterView) -> Work[None]:
@@ -85,11 +86,28 @@ class EmptiedServer(MortalServer):
             counts["placed anew in one view where it was missed"] += is_missing
 
 
+class EmptiedServer(PlacedAnewServer, MortalServer):
+    """One whose effects may fail."""
+
+
+class _EmptiedTimelineServer(PlacedAnewServer, TimelineServer):
+    """One of a timeline."""
+
+
 class Emptied(RunSimulation):
-    """What empties ranges and lets them be placed anew, beside whatever else befalls runs."""
+    """What empties ranges and lets them be placed anew, beside whatever else befalls runs.
+
+    Attributes:
+        replica_counts: one of them is drawn for a seed.
+        strikes_at_removals: ranges that lose their holders for each run that is removed.
+    """
+
+    replica_counts: ClassVar[tuple[int, ...]] = (2, 2, 2, 3)
+    strikes_at_removals: ClassVar[int] = 1
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self._holders = random.Random(f"holders of {self.which(seed)}")
+        self._beside = random.Random(f"replicas of {self.which(seed)}")
         self._awaited: set[RangeId] = set()
         """Ranges that are about to have no holder any more."""
         self._placed: dict[RangeId, AssignmentEpoch] = {}
@@ -121,8 +139,14 @@ class Emptied(RunSimulation):
         """What happens: of five servers two may die, and of three one that has the most in common
         with another.
         """
-        count = self._holders.choice((3, 3, 5))
-        return replace(super().plan, server_count=count, replica_count=2)
+        count, plan = self._holders.choice((3, 3, 5)), super().plan
+        replica_count = self._beside.choice(self.replica_counts)
+        return replace(
+            plan,
+            server_count=5 if replica_count > 2 else count,
+            replica_count=replica_count,
+            min_in_sync=min(plan.min_in_sync, replica_count),
+        )
 
     def ranges_to_keep(self) -> Sequence[RangeAssignment]:
         """Ranges that must have a holder that lives: those with values."""
@@ -170,16 +194,15 @@ class Emptied(RunSimulation):
                 return
         self.world.after(LOOK_S, lambda: self._strike_holders(until_s))
 
-    def _who_may_lose_track(self, assignment: RangeAssignment) -> MortalServer | None:
+    def _who_may_lose_track(self, assignment: RangeAssignment) -> ReplicatedServer | None:
         for node_id in assignment.backups:
             server = self.servers[node_id]
-            has_it = assignment.range_id in server.replication.replicas
-            if isinstance(server, MortalServer) and server.is_awake and has_it:
+            if server.is_awake and assignment.range_id in server.replication.replicas:
                 return server
         return None
 
     def _lose_track_of(
-        self, server: MortalServer, ranges: Sequence[RangeAssignment], others: set[NodeId]
+        self, server: ReplicatedServer, ranges: Sequence[RangeAssignment], others: set[NodeId]
     ) -> None:
         """The server has nothing any more of the ranges that it and these alone hold."""
         for each in ranges:
@@ -187,7 +210,7 @@ class Emptied(RunSimulation):
                 server.node_id in each.backups and {*each.in_sync} - {server.node_id} <= others
             )
             if is_theirs and each.range_id in server.replication.replicas:
-                server._lose_track(each.range_id)
+                server.lose_track(each.range_id)
                 self._awaited.add(each.range_id)
                 self.world.counts["fault: lost track of a range without values"] += 1
 
@@ -212,9 +235,13 @@ class Emptied(RunSimulation):
             if not server.is_dead:
                 self.world.say(f"KILLED server {node_id}, which holds ranges without values")
                 self.world.counts["fault: killed with ranges without values"] += 1
-                self.kill(server)
-                come_s = LEASE_S + 1.0 + 4.0 * self._holders.random()
-                self.world.after(come_s, self.restart)
+                self._kill_holder(server)
+
+    def _kill_holder(self, server: ReplicatedServer) -> None:
+        """Another server comes, when it is silent."""
+        self.kill(server)
+        come_s = LEASE_S + 1.0 + 4.0 * self._holders.random()
+        self.world.after(come_s, self.restart)
 
     def _happened(self, transition: Transition) -> None:
         super()._happened(transition)
@@ -222,27 +249,55 @@ class Emptied(RunSimulation):
         assert not isinstance(transition, RangesLost), f"S8: {transition}"
         if isinstance(transition, RunRemoved):
             until_s = self.world.now_s + _PATIENCE_S
-            self.world.after(self._holders.random(), lambda: self._strike_holders(until_s))
+            for _ in range(self.strikes_at_removals):
+                self.world.after(self._holders.random(), lambda: self._strike_holders(until_s))
         elif isinstance(transition, RangesUnplaced):
             counts["ranges unplaced"] += len(transition.range_ids)
             self._awaited.difference_update(transition.range_ids)
             self._begin_another(self.servers[transition.primary.node_id])
         elif isinstance(transition, RangesPlaced):
-            self._count_placed()
+            anew = self._placed_anew()
+            counts["ranges placed anew"] += len(anew)
+            self._were_placed(anew)
 
-    def _count_placed(self) -> None:
+    def _placed_anew(self) -> list[RangeAssignment]:
+        """Ranges that were, and are placed once more since this was asked."""
+        anew: list[RangeAssignment] = []
         for each in self.scheduler.view.ranges:
-            before = self._placed.get(each.range_id, each.placed_epoch)
-            self.world.counts["ranges placed anew"] += before < each.placed_epoch
+            if self._placed.get(each.range_id, each.placed_epoch) < each.placed_epoch:
+                anew.append(each)
             if each.placed_epoch:
                 self._placed[each.range_id] = each.placed_epoch
+        return anew
+
+    def _were_placed(self, anew: Sequence[RangeAssignment]) -> None:
+        """These were placed anew."""
+
+    def _look(self) -> None:
+        super()._look()
+        if self.is_there:
+            self._check_unplaced()
+
+    def _check_unplaced(self) -> None:
+        """Nobody waits for who has left to bring a range back that has no values."""
+        view = self.scheduler.view
+        members = {node.node_id for node in view.nodes if node.state.is_member}
+        gone = {r.range_id for r in view.ranges if r.in_sync and members.isdisjoint(r.in_sync)}
+        if gone:
+            empty = gone - {r.range_id for r in self.ranges_to_keep()}
+            assert not empty, f"S8: all have left who had ranges {empty}, which have no values"
 
     # --- a run that begins then
 
     def _begin_another(self, primary: ReplicatedServer) -> None:
-        draw, name = self._holders, f"again-{self._begun_count}"
+        draw = self._holders
         if not primary.is_dead and not self.calamities.is_calm and draw.random() < _IN_ONE_VIEW:
             self.calamities._cut([(SCHEDULER, primary.node_id)], 1.0 + 2.0 * draw.random())
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        """Unless another one is about to begin."""
+        draw, name = self._holders, f"again-{self._begun_count}"
         is_begun = name in self._opened | self._over or not self._begun_count
         if self.calamities.is_calm or not is_begun or self._begun_count >= MOST_RUNS:
             return
@@ -269,20 +324,40 @@ class Emptied(RunSimulation):
         scheduler has not missed them yet, or who is left misses it and has not said so.
         """
         view = self.scheduler.view
-        if len(self.lost() & view.living_servers) >= self.plan.replica_count:
-            return False  # all holders of what is placed now may be among these
-        living = {server.node_id: server for server in self.living}
+        if self._are_too_many_dead():
+            self.world.counts["tables that waited for the dead to be missed"] += 1
+            return False
         for each in view.ranges:
-            holders = [living[n] for n in each.in_sync if n in living]
-            has_it = any(self.watch.has(server, each.range_id) for server in holders)
-            if each.primary in view.living_servers and not has_it:
+            if each.primary in view.living_servers and not self._has_it(each):
                 self.world.counts["tables that waited for what is missed"] += 1
                 return False
         return True
 
+    def _are_too_many_dead(self) -> bool:
+        """Whether all holders of what is placed now may be dead."""
+        dead = self.lost() & self.scheduler.view.living_servers
+        return len(dead) >= self.plan.replica_count
+
+    def _has_it(self, assignment: RangeAssignment) -> bool:
+        """Whether a holder that lives could go on with the range."""
+        holders = [server for server in self.living if server.node_id in assignment.in_sync]
+        return any(self.watch.has(server, assignment.range_id) for server in holders)
+
+    # --- the end
+
     def _is_over(self) -> bool:
         awaits = self._awaited and not self.calamities.is_calm
         return not awaits and super()._is_over()
+
+    def _is_quiet(self) -> bool:
+        """Whether each range without values is held by who lives, or is not placed."""
+        if not super()._is_quiet():
+            return False
+        kept = {r.range_id for r in self.ranges_to_keep()}
+        return all(
+            r.primary is None or r.range_id in kept or self.watch.is_held(r.range_id)
+            for r in self.scheduler.view.ranges
+        )
 
 
 def _block_count(spec: TableSpec) -> int:
@@ -383,12 +458,18 @@ class EmptiedRestoreSimulation(Emptied, RunRestoreSimulation):
     often: ClassVar[frozenset[str]] = frozenset({
         "fault: killed with ranges without values", "restored in place", "restored elsewhere",
         "restored after runs", "ranges loaded", "runs begun in a new timeline", "runs removed",
-        "ranges unplaced",
+        "ranges unplaced", "fault: lost track of a range without values",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({
-        "ranges placed anew", "placed anew in a new timeline",
+        "ranges placed anew", "placed anew in a new timeline", "placed anew in one view",
+        "restored beside ranges that are not placed", "restored before ranges are unplaced",
     })  # fmt: skip
     medians: ClassVar[dict[str, int]] = {"messages": 2_000, "ranges loaded": 1}
+    server_kind = _EmptiedTimelineServer
+
+    def __init__(self, seed: int, *, narrate: bool = False) -> None:
+        super().__init__(seed, narrate=narrate)
+        self._is_patient = self._beside.random() < 0.5
 
     def asking_server(self) -> Registration:
         """What a server registers with that comes later."""
@@ -397,12 +478,22 @@ class EmptiedRestoreSimulation(Emptied, RunRestoreSimulation):
         return replace(asking, address=found or asking.address)
 
     def _may_restore(self) -> None:
-        """Not while ranges are about to have no holder, or to be placed anew."""
-        waits = (self._awaited or self._to_come) and not self.calamities.is_calm
+        """Not while a run is about to begin, in half of the seeds nor while ranges are about to
+        have no holder.
+        """
+        is_awaited = bool(self._awaited) and self._is_patient
+        waits = (is_awaited or self._to_come) and not self.calamities.is_calm
         if waits and not self.is_past:
             self.world.after(AGAIN_S, self._may_restore)
             return
         super()._may_restore()
+
+    def _restore(self, *, is_open: bool) -> None:
+        counts, ranges = self.world.counts, self.scheduler.view.ranges
+        are_unplaced = any(r.primary is None and r.placed_epoch for r in ranges)
+        counts["restored beside ranges that are not placed"] += are_unplaced
+        counts["restored before ranges are unplaced"] += bool(self._awaited)
+        super()._restore(is_open=is_open)
 
     def restored(self, began: Restoration) -> RestoredSimulation:
         """The timeline that follows."""

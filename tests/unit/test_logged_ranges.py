@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -212,7 +213,7 @@ def test_what_is_withheld_of_removed_tables_is_ended(*, is_unplaced: bool) -> No
     Nothing of the range is asked for in this log any more, whoever comes with it.
     """
     server = withholding()
-    placed: dict[str, object] = {"term": epoch(6), "placed_epoch": epoch(6)}
+    placed: dict[str, Any] = {"term": epoch(6), "placed_epoch": epoch(6)}
     server.nodes[OTHER] = NodeState.SILENT
     server.see((OTHER, epoch(6), ()), **placed)
     server.nodes[OTHER] = NodeState.ALIVE
