@@ -137,14 +137,6 @@ RUN_SEPARATION_MUTANTS = (
         _EMPTIED,
     ),
     Mutant(
-        "who begins a range that was placed anew forgets what it has granted",
-        "S8",
-        "ps_server/replication/range_roles.py",
-        "            replica.keep_grants(self._former[range_id])\n",
-        "            pass\n",
-        _EMPTIED,
-    ),
-    Mutant(
         "a server knows by its views alone that a range was placed anew",
         "S8",
         "ps_server/replication/range_roles.py",
