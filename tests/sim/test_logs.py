@@ -170,10 +170,14 @@ class LogSimulation(StallingSimulation):
         return view
 
     def _comes_with_log(self, dead: LoggedServer, decision: Decision[Session]) -> None:
-        log = self.next_log = dead.log
+        self.come_with(dead.log, decision)
+        self._coming.discard(dead)
+
+    def come_with(self, log: SimLog, decision: Decision[Session]) -> None:
+        """A server was registered, which goes on with that log."""
+        self.next_log = log
         self.join(decision)
         self.next_log = None
-        self._coming.discard(dead)
         view = self.told_view
         self.see_first(self.servers[decision.reply.node_id], view)
         mine = [r for r in view.ranges if r.primary == decision.reply.node_id]

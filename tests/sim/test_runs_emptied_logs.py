@@ -201,7 +201,7 @@ class EmptiedLogSimulation(Emptied, RunLogSimulation):
             kernel_fingerprint="sim",
             update_log=UpdateLogClaim(log.log_id),
         )
-        self._comes_with_log(log, self.scheduler.register(asking, self.world.now_s))
+        self.come_with(log, self.scheduler.register(asking, self.world.now_s))
 
     def _is_taken(self, address: str, dead: LoggedServer) -> bool:
         """Whether another server is at the address of one that is dead."""
@@ -235,8 +235,8 @@ class EmptiedLogSimulation(Emptied, RunLogSimulation):
             if r.range_id in begins or had.intersection(r.in_sync)
         )
 
-    def _comes_with_log(self, dead: LoggedServer, decision: Decision[Session]) -> None:
-        super()._comes_with_log(dead, decision)
+    def come_with(self, log: SimLog, decision: Decision[Session]) -> None:
+        super().come_with(log, decision)
         mine = decision.reply.node_id
         given = {r.range_id for r in self.scheduler.view.ranges if r.primary == mine}
         self._awaited -= given
