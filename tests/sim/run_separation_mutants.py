@@ -145,7 +145,7 @@ RUN_SEPARATION_MUTANTS = (
         "            and (r.primary is None or (self._node_id in r.initial_holders and\n"
         "            self._node_id not in self._view.ranges[r.range_id].initial_holders))\n",
         _EMPTIED,
-        first_seed=80,
+        first_seed=110,
     ),
     Mutant(
         "an update log brings back what was there before a range was placed anew",

@@ -14,7 +14,7 @@ import pytest
 
 from ps_core.cluster_view import ClusterView, Role, Session
 from ps_core.errors import InvalidConfig, PushpullError, Recovering
-from ps_core.keys import NodeId
+from ps_core.keys import NodeId, RangeId
 from ps_core.tables.table import Table
 from scheduler.machine.cluster import Decision
 from scheduler.machine.state import Registration, UpdateLogClaim
@@ -222,13 +222,17 @@ class LogSimulation(StallingSimulation):
         view: ClusterView = self.scheduler.view
         return view.tables
 
+    def withheld_in(self, log: SimLog) -> set[RangeId]:
+        """What must be ended in it yet."""
+        return log.withheld
+
     def _is_quiet(self) -> bool:
         """Whoever has died has come back."""
         return (
             not self._coming
             and super()._is_quiet()
             and all(
-                server.log.writer is server and not server.log.withheld
+                server.log.writer is server and not self.withheld_in(server.log)
                 for server in self.living
                 if isinstance(server, LoggedServer)
             )

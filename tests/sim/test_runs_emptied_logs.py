@@ -90,13 +90,13 @@ class EmptiedLogSimulation(Emptied, RunLogSimulation):
         "fault: killed with ranges without values", "gone", "runs begun late", "runs removed",
         "trained in a run", "ranges unplaced", "ranges placed anew", "placed anew in one view",
         "came back with a stale claim", "ended as placed anew", "begun anew from a log",
-        "killed before BEGIN was written", "disks stalled", "logs given up", "failovers",
+        "killed before BEGIN was written", "disks stalled", "failovers",
         "came back with its ranges", "came back without its ranges", "ranges read from a log",
         "tables that waited", "withheld ranges ended", *(f"holders that {how}" for how in _ENDS),
         "came when it was placed anew", "got no view at first", "all left at once",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({
-        "fault: lost track of a range without values", "frames lost",
+        "fault: lost track of a range without values", "frames lost", "logs given up",
     })  # fmt: skip
     medians: ClassVar[dict[str, int]] = {"messages": 2_000, "ranges placed anew": 1}
     replica_counts = (1, 2, 2, 3)
@@ -272,6 +272,16 @@ class EmptiedLogSimulation(Emptied, RunLogSimulation):
     def _has_it(self, assignment: RangeAssignment) -> bool:
         is_brought = self.plan.replica_count == 1 and assignment.primary in self.lost()
         return is_brought or super()._has_it(assignment)
+
+    def withheld_in(self, log: SimLog) -> set[RangeId]:
+        """A log keeps what nobody needs of a range where no view tells: it was placed anew since,
+        and the primary that lives has come with the log of one that began it.
+        """
+        ranges = self.scheduler.view.ranges
+        came = {r.range_id for r in ranges if r.assignment_epoch == r.term > r.placed_epoch}
+        in_vain = {r for r in log.withheld & came if log._is_of_before(r)}
+        self.world.counts["withheld in vain"] += bool(in_vain)
+        return log.withheld - in_vain
 
     def _were_placed(self, anew: Sequence[RangeAssignment]) -> None:
         """A server at which one is placed dies before its log has that it began, or soon after."""
