@@ -159,7 +159,7 @@ RUN_SEPARATION_MUTANTS = (
         "a log goes on with a range that was placed anew",
         "S13",
         "ps_server/replication/range_roles.py",
-        "        lost = [*placed_anew, *self._not_given_back(view)]\n",
+        "        lost = [*sorted(self.placed_anew), *self._not_given_back(view)]\n",
         "        lost = self._not_given_back(view)\n",
         _EMPTIED_LOGS,
     ),
