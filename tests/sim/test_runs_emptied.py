@@ -462,14 +462,10 @@ class EmptiedRestoreSimulation(Emptied, RunRestoreSimulation):
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({
         "ranges placed anew", "placed anew in a new timeline", "placed anew in one view",
-        "restored beside ranges that are not placed", "restored before ranges are unplaced",
+        "restored beside ranges that are not placed",
     })  # fmt: skip
     medians: ClassVar[dict[str, int]] = {"messages": 2_000, "ranges loaded": 1}
     server_kind = _EmptiedTimelineServer
-
-    def __init__(self, seed: int, *, narrate: bool = False) -> None:
-        super().__init__(seed, narrate=narrate)
-        self._is_patient = self._beside.random() < 0.5
 
     def asking_server(self) -> Registration:
         """What a server registers with that comes later."""
@@ -478,11 +474,10 @@ class EmptiedRestoreSimulation(Emptied, RunRestoreSimulation):
         return replace(asking, address=found or asking.address)
 
     def _may_restore(self) -> None:
-        """Not while a run is about to begin, in half of the seeds nor while ranges are about to
-        have no holder.
+        """Not while ranges are about to have no holder, or to be placed anew: who comes for the
+        dead would come to a timeline that is past.
         """
-        is_awaited = bool(self._awaited) and self._is_patient
-        waits = (is_awaited or self._to_come) and not self.calamities.is_calm
+        waits = (self._awaited or self._to_come) and not self.calamities.is_calm
         if waits and not self.is_past:
             self.world.after(AGAIN_S, self._may_restore)
             return
@@ -492,7 +487,6 @@ class EmptiedRestoreSimulation(Emptied, RunRestoreSimulation):
         counts, ranges = self.world.counts, self.scheduler.view.ranges
         are_unplaced = any(r.primary is None and r.placed_epoch for r in ranges)
         counts["restored beside ranges that are not placed"] += are_unplaced
-        counts["restored before ranges are unplaced"] += bool(self._awaited)
         super()._restore(is_open=is_open)
 
     def restored(self, began: Restoration) -> RestoredSimulation:
