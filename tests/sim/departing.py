@@ -249,12 +249,16 @@ class Departing(FailoverSimulation):
         )
 
     def _loses_two(self, server: ReplicatedServer) -> bool:
-        """Whether a range is lost if it leaves now, with a holder that has just died (KEPT)."""
-        now_s, node_id = self.world.now_s, server.node_id
+        """Whether a range is lost if it leaves now, with a holder that has just died (KEPT). One
+        without values keeps no server.
+        """
+        now_s, node_id, view = self.world.now_s, server.node_id, self.scheduler.view
+        with_values = {r for t in view.tables for r in t.blocks_by_range(len(view.ranges))}
         lost = [
             r
-            for r in self.scheduler.view.ranges
-            if node_id in r.in_sync
+            for r in view.ranges
+            if r.range_id in with_values
+            and node_id in r.in_sync
             and not any(self._keeps(n) for n in r.in_sync if n != node_id)
             and not self._has_log(r, node_id)
         ]
