@@ -247,10 +247,11 @@ class Primary:
         """
         living = {n for n, at_s in self._heard_s.items() if now_s < at_s + self._lease_s}
         living -= self._stuck(now_s)
+        self._give_up(living, now_s)
         if self._asked is not None:
             self._asked &= living  # the earlier request may yet be granted
         else:
-            self._include(living, now_s)
+            self._include()
             log = self.log
             ready = {n for n in log.backups if log.acked_by(n) >= log.shown}
             wanted = ((self._configured | ready) & living) - log.candidates
@@ -276,16 +277,21 @@ class Primary:
                     found.add(node_id)
         return found
 
-    def _include(self, living: set[NodeId], now_s: float) -> None:
-        """Count servers that are nearly caught up, and give up those that are stuck: released
-        records are not kept to be sent again.
+    def _give_up(self, living: set[NodeId], now_s: float) -> None:
+        """Begin anew with servers that are stuck while they catch up: released records are not kept
+        to be sent again. Who was asked for may yet be granted.
         """
         for node_id, progress in list(self._catching_up.items()):
             is_short = progress.number < self.log.shown
-            if self._is_stuck(progress, now_s) and (is_short or node_id not in living):
+            is_useless = self._is_stuck(progress, now_s) and (is_short or node_id not in living)
+            if is_useless and node_id not in self._in_question:
                 self.log.exclude(node_id)
                 del self._catching_up[node_id]
-            elif progress.number >= max(0, self.log.number - _NEAR_COUNT):
+
+    def _include(self) -> None:
+        """Count servers that are nearly caught up."""
+        for node_id, progress in self._catching_up.items():
+            if progress.number >= max(0, self.log.number - _NEAR_COUNT):
                 self.log.include(node_id, progress.number)
 
     def _is_stuck(self, progress: _Progress, now_s: float) -> bool:

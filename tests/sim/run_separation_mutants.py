@@ -180,6 +180,15 @@ RUN_SEPARATION_MUTANTS = (
         _EMPTIED_LOGS,
     ),
     Mutant(
+        "who does not get on holds a range while another is asked for",
+        "S8",
+        "ps_server/replication/primary.py",
+        "            if is_useless and node_id not in self._in_question:\n",
+        "            if is_useless and self._asked is None:\n",
+        ("runs-emptied-starts",),
+        first_seed=63418,
+    ),
+    Mutant(
         "the work is done when the run without a name is",
         "S19",
         "scheduler/machine/departures.py",

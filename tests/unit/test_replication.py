@@ -333,6 +333,27 @@ def test_one_that_joins_and_does_not_get_on_is_waited_for_no_more() -> None:
     assert not log.backups
 
 
+def test_who_does_not_get_on_is_given_up_while_another_is_asked_for() -> None:
+    """It may be away, and nothing would be released until it is back."""
+    one = _primary(ONE)
+    one.observe(view(2, (PLACED_EPOCH, ONE, (), (TWO, THREE))), 0.0)
+    list(snapshots_of(one, 0.0))
+    log = one.primaries[RANGE].log
+    log.decide(TABLE, delta(), (), ["seen"])
+    assert log.release(0.0) == ["seen"]
+    one.acked(TWO, Ack(RANGE, 1, EPOCH), 0.1)
+    one.acked(THREE, Ack(RANGE, 0, EPOCH), 0.1)
+    assert [backup_request.backups for backup_request in one.backup_requests(0.1)] == [{TWO}]
+    assert set(log.backups) == {TWO, THREE}
+    one.granted(TWO, Grant(LEASE_S, (RANGE,)), LEASE_S)
+    one.granted(THREE, Grant(LEASE_S, (RANGE,)), LEASE_S)
+    later_s = 2 * LEASE_S - 0.1
+    assert [backup_request.backups for backup_request in one.backup_requests(later_s)] == [{TWO}]
+    assert log.backups == (TWO,)
+    ((peer, _),) = snapshots_of(one, later_s)
+    assert peer == THREE
+
+
 def test_one_that_falls_behind_while_it_joins_is_given_all_again() -> None:
     one = _primary(ONE)
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
