@@ -205,6 +205,21 @@ def _look_through(segment: Segment, starts: dict[RangeId, RangeStart], *, is_new
         raise InvalidUpdateLog(f"{segment.path}: at byte {end}: {said}")
 
 
+def has_its_last_group(segment: Segment) -> bool:
+    """True if the frames that were written last are intact, as the system has them now. It may have
+    let go of what it had when they were first read, and the disk may have something else.
+
+    Blocking: reads them.
+    """
+    at = max(segment.last_group, len(MAGIC))
+    with contextlib.suppress(InvalidUpdateLog):
+        for offset, head in _heads(segment.file, segment.end, at):
+            if not _is_intact(segment, offset, head):
+                return False
+            at = offset + frame_bytes(head.length)
+    return at == segment.end
+
+
 def _broken_at(segment: Segment) -> int | None:
     """The place of the first broken frame among those that a power cut may have torn: from the end
     back to a frame of another group than those behind it, before which all was synced.
@@ -232,14 +247,14 @@ def _is_intact(segment: Segment, offset: int, head: Head) -> bool:
     return is_intact(segment.mapped, offset, head)
 
 
-def _heads(file: SegmentFile, end: int) -> Iterator[tuple[int, Head]]:
-    """The places and heads of whole frames before `end`."""
-    offset, mapped = len(MAGIC), file.mapped[:end]
-    file.read(offset, offset + HEAD_BYTES)
+def _heads(file: SegmentFile, end: int, offset: int = len(MAGIC)) -> Iterator[tuple[int, Head]]:
+    """The places and heads of whole frames from `offset` on, and before `end`."""
+    mapped = file.mapped[:end]
+    file.read(offset, min(offset + HEAD_BYTES, end))
     while (head := head_at(mapped, offset)) is not None:
         yield offset, head
         offset += frame_bytes(head.length)
-        file.read(offset, offset + HEAD_BYTES)
+        file.read(offset, min(offset + HEAD_BYTES, end))
 
 
 def _frames(segment: Segment) -> Iterator[LogFrame]:

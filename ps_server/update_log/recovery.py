@@ -17,6 +17,9 @@ Rules:
     - A disk that does not answer while a log is read is said to be waited for. After `LOG_STALL_S`
       its server ends, and the log is left as it is; the lock stays until the process is gone. Syncs
       may take longer.
+    - The last group of a synced log is checked again when the disk has it: the system may have let
+      go of what was read, where a sync had failed, and the disk never had it. Then the server ends,
+      before it goes on from what is lost; at the next start that is a torn end.
     - Ranges that are not claimed are withheld. Their segments stay beside the bound until each of
       them has ended (`logged_ranges`, LOG-2).
 """
@@ -24,6 +27,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -47,6 +51,7 @@ from ps_server.update_log.reader import (
     LogContents,
     RangeStart,
     Segment,
+    has_its_last_group,
     scan,
 )
 from ps_server.update_log.recovered_ranges import replayed
@@ -332,9 +337,18 @@ def _read(
 
 
 def _make_durable(directory: LogDirectory, newest: Segment) -> None:
-    """Have the disk take what the log goes on from, and nothing behind it."""
+    """Have the disk take what the log goes on from, and nothing behind it.
+
+    Raises:
+        OSError: as of the system; also if the disk has lost the end of a synced log since it was
+            read. The next start cuts it.
+    """
     if newest.header.is_synced:
         directory.make_durable(newest.number, newest.file, newest.last_group, newest.end)
+        if not has_its_last_group(newest):
+            raise OSError(
+                errno.EIO, "the disk has lost its end since it was read", str(newest.path)
+            )
     elif newest.is_torn:
         directory.cut(newest.number, newest.end)
 

@@ -33,7 +33,7 @@ from ps_runtime.system.disk import DISK, Disk, Payload
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.stores import Shards
 from ps_server.update_log.directory import LogDirectory, segments_in
-from ps_server.update_log.format import FrameKind
+from ps_server.update_log.format import HEAD_BYTES, FrameKind
 from ps_server.update_log.recovery import read_log
 from ps_server.update_log.segments import LogSegments
 from ps_server.update_log.writer import LogItem, LogSetting, UpdateLog
@@ -120,6 +120,59 @@ def test_a_log_that_was_not_synced_is_gone_on_with_and_the_power_goes(
         found = recovered(left / "log")
         assert all(found.has(*each) for each in answered), survival
         assert not list(left.rglob("*.damaged"))
+
+
+class Forgetting(BrokenDisk):
+    """One that has lost what it did not sync, once the system has let go of it.
+
+    Attributes:
+        lost: so much of the file that is opened again.
+    """
+
+    lost = range(0)
+
+    def reopen(self, path: Path) -> int:
+        descriptor = super().reopen(path)
+        os.pwrite(descriptor, bytes(len(self.lost)), self.lost.start)
+        return descriptor
+
+
+@pytest.mark.parametrize("keeps_first_head", [True, False])
+def test_an_end_that_the_disk_has_lost_since_it_was_read_is_not_gone_on_with(
+    tmp_path: Path, keeps_first_head: bool
+) -> None:
+    """Behind what the server writes next, it would be damage. The next start cuts it: nothing of it
+    was answered.
+    """
+    disk = Forgetting()
+
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting(is_synced=True, disk=disk))
+        await server.push(1)
+        answered, begin = list(server.answered), server.byte_count
+        disk.is_broken = True
+        await server.push(2, waits=False)
+        await asyncio.to_thread(server.log._writer.join)
+        disk.is_broken = False
+        disk.lost = range(begin + (HEAD_BYTES if keeps_first_head else 0), server.byte_count)
+        await server.end()
+        with (
+            LogDirectory(tmp_path, disk) as directory,
+            pytest.raises(
+                InvalidUpdateLog, match=r"cannot be continued: .* lost its end .*00000001"
+            ),
+        ):
+            read_log(directory, Shards(SharedLanes(), {}), KERNELS)
+        disk.lost = range(0)
+        server = LoggedServer(tmp_path, 2, Setting(is_synced=True, disk=disk))
+        await server.push(2)
+        answered += server.answered
+        await server.end()
+        found = recovered(tmp_path)
+        assert all(found.has(*each) for each in answered)
+
+    asyncio.run(scene())
+    assert not list(tmp_path.glob("*.damaged"))
 
 
 def test_a_log_whose_disk_does_not_answer_has_failed(tmp_path: Path) -> None:
