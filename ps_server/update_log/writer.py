@@ -11,9 +11,9 @@ Rules:
       cut that something followed, even if nothing else of that is left.
     - Before a synced log is written to, the disk has all that its last writers left unsynced. Those
       syncs alone may last longer: nothing bounds their bytes.
-    - A synced log syncs every `_SYNC_BYTES`, within a group too: a sync of more could last longer
-      than a disk may that is slow, and goes on. A disk that takes less than that in `LOG_STALL_S`,
-      3.2 MB a second, fails all the same.
+    - A synced log syncs every `_SYNC_BYTES`, or little more, within a group too: a sync of more
+      could last longer than a disk may that is slow, and goes on. A disk that takes less than that
+      in `LOG_STALL_S`, 4 MB a second, fails all the same.
     - Groups of frames are counted without gaps.
     - Written bytes go to the disk, and out of the system's memory, window by window.
     - The thread also removes old segments, so that a slow disk holds up no loop.
@@ -24,10 +24,11 @@ Everything but the thread belongs to one event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -266,17 +267,30 @@ class _Writer(threading.Thread):
 
     def run(self) -> None:
         try:
-            is_closed = False
-            while not is_closed:
-                items, is_closed = self._next()
-                self._say(self._write(items), "")
+            with self._failing():
+                is_closed = False
+                while not is_closed:
+                    items, is_closed = self._next()
+                    self._say(self._write(items), "")
+            with self._failing():
+                self._close()
+        finally:
+            self._directory.is_written = False
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """The log has failed if the body raises."""
+        try:
+            yield
         except Exception as error:  # noqa: BLE001 - whatever it is, nothing counts as written now
             self._say(None, _problem(self._directory, str(error) or type(error).__name__))
-        finally:
-            if self._descriptor is not None:
-                with self.operations.under_way():  # a network's file is written when it is closed
-                    self._disk.close(self._descriptor)
-            self._directory.is_written = False
+
+    def _close(self) -> None:
+        """Close the file, once, whatever comes of it: another may have its number then."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with self.operations.under_way():  # a network's file is written when it is closed
+                self._disk.close(descriptor)
 
     def _next(self) -> tuple[list[_Job], bool]:
         """Jobs that wait, at least one; and True if the log was closed behind them. A server that
@@ -317,12 +331,9 @@ class _Writer(threading.Thread):
 
     def _begin(self, segment: _NextSegment) -> None:
         is_first = self._descriptor is None
-        if self._descriptor is not None:
-            if self._is_synced:
-                self._sync(self._descriptor)
-            with self.operations.under_way():
-                self._disk.close(self._descriptor)
-            self._descriptor = None
+        if self._is_synced and self._descriptor is not None:
+            self._sync(self._descriptor)
+        self._close()
         with self.operations.under_way():
             self._descriptor = self._disk.create(self._directory.segment(segment.number))
             self._disk.write(self._descriptor, MAGIC, 0)

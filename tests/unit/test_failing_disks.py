@@ -249,6 +249,52 @@ def test_a_log_whose_disk_does_not_close_its_last_file_has_failed(tmp_path: Path
     assert recovered(tmp_path).recovered_log.is_claimed
 
 
+class ClosingBadly(Disk):
+    """A disk that closes a file, and says that this failed.
+
+    Attributes:
+        closed: the number of each file.
+    """
+
+    is_bad = False
+
+    def __init__(self) -> None:
+        self.closed: list[int] = []
+
+    def close(self, descriptor: int) -> None:
+        super().close(descriptor)
+        if self.is_bad:
+            self.closed.append(descriptor)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_file_that_is_not_closed_well_is_closed_once_and_the_lock_is_free(
+    tmp_path: Path, is_last: bool
+) -> None:
+    """Else a server that registers again would wait for its own lock; and a file of another thread
+    may have the number by then.
+    """
+    disk = ClosingBadly()
+
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting(disk=disk))
+        await server.push(1)
+        disk.is_bad = True
+        if not is_last:
+            server.log._next_segment()
+        await server.end()
+        heard = asyncio.Event()
+        asyncio.get_running_loop().call_soon(heard.set)
+        await heard.wait()
+        assert server.log.failure is not None
+        assert "Input/output error" in server.log.failure.message
+
+    asyncio.run(scene())
+    assert len(disk.closed) == 1
+    assert recovered(tmp_path).recovered_log.is_claimed
+
+
 def test_a_failed_log_ends_a_server_whatever_that_is_at(tmp_path: Path) -> None:
     """What it is at may wait for the same disk, and would keep its ranges for as long."""
     disk = BrokenDisk()
