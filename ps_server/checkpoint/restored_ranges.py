@@ -113,6 +113,4 @@ class RestoredRanges:
 
 
 def is_missing(shard: RangeMachine) -> bool:
-    state = shard.state
-    is_restored = state.table.restored_clock is not None
-    return is_restored and not state.initialized and state.failure is None
+    return shard.state.awaits_checkpoint

@@ -218,6 +218,12 @@ class RangeState:
         return not self.initialized and self.table.restored_clock is None
 
     @property
+    def awaits_checkpoint(self) -> bool:
+        """True if its values are to come from a checkpoint."""
+        is_restored = self.table.restored_clock is not None
+        return is_restored and not self.initialized and self.failure is None
+
+    @property
     def reached_clock(self) -> int:
         reached = max(self.clock, self.changed_clock, self.past_reached_clock)
         for worker in self.workers.values():

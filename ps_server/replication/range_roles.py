@@ -462,6 +462,14 @@ class Replication:
             else:
                 primary.reopen()
 
+    @property
+    def awaiting_values(self) -> set[RangeId]:
+        """Ranges to which values are about to come, though they may not be closed yet: they were
+        added a moment ago.
+        """
+        shards = self._machine.shards.items()
+        return {range_id for (_, range_id), shard in shards if shard.state.awaits_checkpoint}
+
     def backup_requests(self, now_s: float) -> list[BackupRequest]:
         """Requests to the scheduler for backups, and for other primaries of missing ranges."""
         before_s, self._looked_s = self._looked_s, now_s

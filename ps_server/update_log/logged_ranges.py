@@ -89,14 +89,17 @@ class LoggedRanges:
         called when more is served, when something was written, and now and then.
         """
         primaries = self._replication.primaries
-        for primary in primaries.values():
-            if primary.log.is_written:
-                self._begin(primary.log)
+        for each in primaries.values():
+            if each.log.is_written:
+                self._begin(each.log)
         needing = [range_id for range_id, each in primaries.items() if each.needs_snapshot]
-        for range_id in needing or self._writer.lagging:
+        lacking = needing or self._writer.lagging
+        awaiting = self._replication.awaiting_values if lacking else set()
+        for range_id in lacking:
             if self._writer.is_busy:
                 return
-            if range_id in primaries and not primaries[range_id].is_closed:
+            primary = primaries.get(range_id)
+            if primary is not None and not primary.is_closed and range_id not in awaiting:
                 snapshot = yield from self._output.snapshotting_for_log(range_id)
                 self._terms[range_id] = snapshot.term
                 yield from self._writer.write_snapshot(snapshot)

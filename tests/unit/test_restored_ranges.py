@@ -20,11 +20,14 @@ from ps_server.checkpoint.restored_ranges import Key, RestoredRanges
 from ps_server.checkpoint.restored_values import RestoredTables, RestoredValues
 from ps_server.ranges.range_copy import RangeDelta, fresh_copy
 from ps_server.ranges.server_machine import ServerMachine
-from ps_server.replication.messages import Ack
+from ps_server.replication.messages import Ack, LogRecord
+from ps_server.replication.output_commit import OutputCommit
 from ps_server.replication.range_roles import PLACED_EPOCH, Replication
+from ps_server.update_log.logged_ranges import LoggedRanges
 from tests.unit.checkpoint_files import WEIGHTS, write_checkpoint
 from tests.unit.machine_harness import make_table
 from tests.unit.snapshots import snapshots_of
+from tests.unit.test_logged_ranges import Paper
 from tests.unit.test_long_turns import Stage
 
 ME, OTHER = NodeId(1), NodeId(2)
@@ -37,10 +40,15 @@ class Server:
 
     Args:
         backups: of the range, when it is placed.
+        primary: of the range, when it is placed.
     """
 
     def __init__(
-        self, *backups: NodeId, min_in_sync: int = 1, has_update_log: bool = False
+        self,
+        *backups: NodeId,
+        min_in_sync: int = 1,
+        has_update_log: bool = False,
+        primary: NodeId = ME,
     ) -> None:
         first = replace(make_table(), restored_clock=4)
         second = replace(first, table_id=TableId(2), spec=replace(first.spec, name="second"))
@@ -51,7 +59,7 @@ class Server:
         )
         self.ranges = RestoredRanges(self.machine.shards, self)
         self.number = 0
-        self.see(PLACED_EPOCH, ME, *backups)
+        self.see(PLACED_EPOCH, primary, *backups)
 
     def see(self, epoch: int, primary: NodeId, *backups: NodeId, catching_up: NodeId = ME) -> None:
         """The scheduler says who has the range."""
@@ -275,6 +283,28 @@ def test_a_range_stays_closed_while_it_is_read_into_though_the_table_has_failed(
     server.ranges.was_read(ONE, reading, {})
     server.ranges.look()
     assert len(list(snapshots_of(server.replication, 0.0))) == 1
+
+
+def test_no_base_is_written_before_the_values_come() -> None:
+    """A backup is promoted while the checkpoint is read. Its log is looked at as soon as it serves
+    the range, before anyone looks for what is to be read.
+    """
+    server, paper = Server(ME, has_update_log=True, primary=OTHER), Paper()
+    output = OutputCommit(server.machine, server.replication, NotImplemented, _unsent)
+    logged = LoggedRanges(paper, server.replication, output)
+    server.see(3, ME)
+    assert server.machine.shards.keys() == {ONE, TWO}
+    at_once(logged.looking())
+    assert paper.lines == []
+    for key in server.ranges.look():
+        server.read(key)
+    assert server.hand_over() == [TableId(1), TableId(2)]
+    at_once(logged.looking())
+    assert [line[:2] for line in paper.lines] == [("snapshot", RANGE)]
+
+
+def _unsent(peer: NodeId, record: LogRecord) -> None:
+    del peer, record
 
 
 def test_a_range_that_is_served_again_is_not_read_a_second_time_beside_the_first() -> None:
