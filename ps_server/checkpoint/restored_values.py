@@ -84,12 +84,15 @@ class RestoredValues:
                 lambda: CheckpointReader(CheckpointDirectory(locate(url)))
             )
             byte_counts = await self._load_ranges(reader, keys)
-            took_s, byte_count = round(clock.now_s() - begin_s, 3), sum(byte_counts)
-            logs.info("restored", url=url, parts=len(byte_counts), bytes=byte_count, took_s=took_s)
+            if byte_counts:
+                logs.info(
+                    "restored", url=url, parts=len(byte_counts), bytes=sum(byte_counts),
+                    took_s=round(clock.now_s() - begin_s, 3),
+                )  # fmt: skip
 
     async def _load_ranges(self, reader: CheckpointReader, keys: Collection[Key]) -> list[int]:
         """Load all shards, several at once; what cannot be read fails its table. Returns the bytes
-        of each of the others.
+        of each of the others. All readers are closed when it ends.
         """
         rest, byte_counts = deque(keys), []
         readers = [reader, *(reader.twin() for _ in range(_THREAD_COUNT - 1))]
@@ -106,7 +109,9 @@ class RestoredValues:
             finally:
                 await asyncio.to_thread(own.close)
 
-        await asyncio.gather(*map(load_next, readers))
+        for problem in await asyncio.gather(*map(load_next, readers), return_exceptions=True):
+            if problem is not None:
+                raise problem
         return byte_counts
 
     async def _load_range(self, restored: RestoredTables, key: Key) -> int | None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
@@ -13,6 +16,7 @@ from ps_core.errors import UpdateFailed
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables.table import Table
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
+from ps_runtime.checkpoint.reader import CheckpointReader
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.checkpoint.restored_values import RestoredValues
 from ps_server.service.node import ParameterNode
@@ -25,12 +29,15 @@ PART = "server-1.safetensors"
 """It has the even blocks, those of the counters last."""
 
 
-def restored(tmp_path: Path, cut_off: int = 0, flipped: int = 0) -> dict[str, UpdateFailed | None]:
+def restored(
+    tmp_path: Path, cut_off: int = 0, flipped: int = 0, *, is_garbage: bool = False
+) -> dict[str, UpdateFailed | None]:
     """What has failed, by table, on a server that loads a checkpoint of two tables.
 
     Args:
         cut_off: so many bytes of a part are missing.
         flipped: so many bytes before its end a bit is another.
+        is_garbage: no block of any part is what was saved.
     """
     place = locate(str(tmp_path / "checkpoint"))
     write_checkpoint(CheckpointDirectory(place), 1)
@@ -39,20 +46,12 @@ def restored(tmp_path: Path, cut_off: int = 0, flipped: int = 0) -> dict[str, Up
     if flipped:
         content[-flipped] ^= 1
     part.write_bytes(content[: len(content) - cut_off])
+    for path in (tmp_path / "checkpoint").glob("server-*") if is_garbage else ():
+        whole = path.read_bytes()
+        begin = 8 + int.from_bytes(whole[:8], "little")
+        path.write_bytes(whole[:begin] + bytes(255 ^ each for each in whole[begin:]))
 
-    own = Session("c", b"t" * 16, NodeId(1), Incarnation(10), Role.SERVER)
-    node = ParameterNode(
-        replace(own, token=own.signed(KEY)), KEY, 1, ServerMetrics(CollectorRegistry()), lambda: 0.0
-    )
-    ranges = tuple(
-        RangeAssignment(RangeId(number), slots, AssignmentEpoch(1), own.node_id)
-        for number, slots in enumerate(key_ranges(RANGE_COUNT))
-    )
-    tables = tuple(
-        Table(TableId(number), 0, spec, restored_clock=41) for number, spec in enumerate(SPECS, 1)
-    )
-    view = ClusterView(1, "c", 1, 1, (), ranges, tables, restored_from=place.url)
-    node.observe(view)
+    node, view = restoring_node(place.url)
     shards = node.machine.shards.values()
 
     async def load() -> None:
@@ -70,8 +69,69 @@ def restored(tmp_path: Path, cut_off: int = 0, flipped: int = 0) -> dict[str, Up
     return found
 
 
-def test_a_whole_checkpoint_is_served(tmp_path: Path) -> None:
-    assert restored(tmp_path) == {WEIGHTS.name: None, COUNTERS.name: None}
+def restoring_node(url: str) -> tuple[ParameterNode, ClusterView]:
+    """A server that has all ranges of two restored tables, and its view."""
+    own = Session("c", b"t" * 16, NodeId(1), Incarnation(10), Role.SERVER)
+    node = ParameterNode(
+        replace(own, token=own.signed(KEY)), KEY, 1, ServerMetrics(CollectorRegistry()), lambda: 0.0
+    )
+    ranges = tuple(
+        RangeAssignment(RangeId(number), slots, AssignmentEpoch(1), own.node_id)
+        for number, slots in enumerate(key_ranges(RANGE_COUNT))
+    )
+    tables = tuple(
+        Table(TableId(number), 0, spec, restored_clock=41) for number, spec in enumerate(SPECS, 1)
+    )
+    view = ClusterView(1, "c", 1, 1, (), ranges, tables, restored_from=url)
+    node.observe(view)
+    return node, view
+
+
+def test_a_whole_checkpoint_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "pushpull"):
+        assert restored(tmp_path) == {WEIGHTS.name: None, COUNTERS.name: None}
+    assert "event=restored " in caplog.text
+
+
+def test_what_has_failed_as_a_whole_is_not_said_to_be_restored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "pushpull"):
+        assert all(failure is not None for failure in restored(tmp_path, is_garbage=True).values())
+    assert "event=restore_failed" in caplog.text
+    assert "event=restored " not in caplog.text
+
+
+class Closing(CheckpointReader):
+    """One that is not closed well; its twins are closed when it is, and the load has ended, or has
+    had time to. `late` are those that were closed when it had.
+    """
+
+    def __init__(self, directory: CheckpointDirectory) -> None:
+        super().__init__(directory)
+        self.has_ended, self.late, self.first = threading.Event(), list[bool](), self
+
+    def close(self) -> None:
+        super().close()
+        if self is self.first:
+            raise OSError("it is not closed")
+        self.late.append(self.has_ended.wait(0.1))
+
+
+def test_a_load_ends_when_all_its_readers_are_closed(tmp_path: Path) -> None:
+    """Else a server that ends would leave their files to threads."""
+    directory = CheckpointDirectory(locate(str(tmp_path / "checkpoint")))
+    write_checkpoint(directory, 1)
+    reader = Closing(directory)
+
+    async def load() -> None:
+        values = RestoredValues(restoring_node(directory.url)[0])
+        with pytest.raises(OSError, match="it is not closed"):
+            await values._load_ranges(reader, [])
+        reader.has_ended.set()
+
+    asyncio.run(asyncio.wait_for(load(), LIMIT_S))
+    assert not any(reader.late)
 
 
 def test_a_block_that_cannot_be_read_fails_its_table_alone(tmp_path: Path) -> None:
