@@ -93,9 +93,9 @@ RESTORE_MUTANTS = (
     Mutant(
         "the values of a table that has failed are waited for",
         "S10",
-        _RANGES,
-        "    return is_restored and not state.initialized and state.failure is None\n",
-        "    return is_restored and not state.initialized\n",
+        "ps_server/ranges/range_state.py",
+        "        return is_restored and not self.initialized and self.failure is None\n",
+        "        return is_restored and not self.initialized\n",
         _UNREADABLE,
     ),
     Mutant(
