@@ -112,6 +112,7 @@ class Emptied(RunSimulation):
         """Ranges that are about to have no holder any more."""
         self._placed: dict[RangeId, AssignmentEpoch] = {}
         self._begun_count = 0
+        self._taken_addresses: set[str] = set()
         super().__init__(seed, narrate=narrate)
         for name in self._sizes:
             self._end_soon(name)
@@ -166,9 +167,13 @@ class Emptied(RunSimulation):
             if node.role is Role.SERVER
             and node.state is NodeState.SILENT
             and node.node_id in self.lost()
+            and node.address not in self._taken_addresses  # by one that has not registered yet
         ]
-        is_taken = silent and self._holders.random() < _AT_AN_ADDRESS
-        return self._holders.choice(silent) if is_taken else ""
+        if not silent or self._holders.random() >= _AT_AN_ADDRESS:
+            return ""
+        address = self._holders.choice(silent)
+        self._taken_addresses.add(address)
+        return address
 
     # --- ranges that lose their holders
 

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 
 from ps_core.cluster_view import ClusterView, Role, Session
+from ps_core.errors import Recovering
 from ps_core.keys import TableId
 from scheduler.journal import records
 from scheduler.journal.decision_buffer import DecisionBuffer, DurableBatch
@@ -182,7 +184,21 @@ class RestartSimulation(AwaySimulation, ReplacementSimulation):
                 self._tell(server, self._told_view)
 
     def _admitted(self, asking: Registration, comes: Callable[[Decision[Session]], None]) -> None:
-        self._reach(lambda: self._asked_to_admit(asking, comes))
+        begin_s = self.world.now_s
+
+        def ask() -> None:
+            """Another scheduler may have a server at its address that the one before had missed."""
+            waited_s = self.world.now_s - begin_s
+            is_server = asking.role is Role.SERVER
+            try:
+                self._asked_to_admit(
+                    replace(asking, waited_s=waited_s) if is_server else asking, comes
+                )
+            except Recovering:
+                self.world.counts["asked again for an address"] += 1
+                self.world.after(1.0, lambda: self._reach(ask))
+
+        self._reach(ask)
 
     def _asked_to_admit(
         self, asking: Registration, comes: Callable[[Decision[Session]], None]
