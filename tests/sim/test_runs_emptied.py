@@ -416,8 +416,7 @@ class EmptiedRestartSimulation(Emptied, PatientRunSimulation, RestartSimulation,
         """
         super()._start_again()
         self._untold.decided((), is_news=True)
-        self._writing, number = self._take(), self._start_number
-        self.world.after(self.fates.random() * self._writes_s, lambda: self._written(number))
+        self.write_at_once()
 
     def _asked_to_admit(
         self, asking: Registration, comes: Callable[[Decision[Session]], None]

@@ -292,6 +292,11 @@ class RestartSimulation(AwaySimulation, ReplacementSimulation):
         super()._come_back()
         self._write()
 
+    def write_at_once(self) -> None:
+        """What was decided, as `SchedulerServicer` writes what it has read when it begins."""
+        self._writing, number = self._take(), self._start_number
+        self.world.after(self.fates.random() * self._writes_s, lambda: self._written(number))
+
     def _start_again(self) -> None:
         kept = records.read(self._records)
         assert kept is not None
@@ -360,8 +365,7 @@ class LongRestartSimulation(RestartSimulation):
     def _start_again(self) -> None:
         """What was read is written before anything else is decided, as `SchedulerServicer` does."""
         super()._start_again()
-        self._writing, number = self._take(), self._start_number
-        self.world.after(self.fates.random() * self._writes_s, lambda: self._written(number))
+        self.write_at_once()
         more = min(self.fates.randint(*MORE_STEPS), MOST_MORE_STEPS - self._more_steps)
         self._more_steps += more
         for worker in self.workers if more else ():
