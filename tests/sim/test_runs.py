@@ -445,12 +445,15 @@ class RunSimulation(ReplacementSimulation):
             self.world.after(at_s, lambda: self.calamities.strike_server(node_id))
 
     def _has_ended(self, incarnation: Incarnation) -> None:
-        """The worker's membership, by an operator; it has not heard so yet."""
-        for worker in self.workers:
-            is_done = worker.finished and not worker.failed
-            if worker.incarnation == incarnation and not is_done:
-                self.truth.gone.add(incarnation)
-                self.truth.left |= {(t.table_id, incarnation) for t in self.layout.tables}
+        """The worker's membership, by an operator; it has not heard so yet, nor perhaps, where a
+        journal held both back, that it was registered.
+        """
+        if not any(
+            worker.incarnation == incarnation and worker.finished and not worker.failed
+            for worker in self.workers
+        ):
+            self.truth.gone.add(incarnation)
+            self.truth.left |= {(t.table_id, incarnation) for t in self.layout.tables}
 
     def _check_refused(self, asking: Registration) -> None:
         """Nobody joins a run that is over."""
