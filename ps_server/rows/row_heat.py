@@ -9,6 +9,8 @@ Rules:
 
 from __future__ import annotations
 
+from collections import Counter
+from operator import itemgetter
 from typing import NamedTuple
 
 from ps_core.rows import Ids
@@ -41,7 +43,7 @@ class RowHeat:
     def __init__(self, halved_count: int = _HALVED_COUNT, most_count: int = _MOST_COUNT) -> None:
         self.count = 0
         self._halved_count, self._most_count = halved_count, most_count
-        self._counts: dict[int, float] = {}
+        self._counts: Counter[int] = Counter()  # halves of whole numbers, too
         self._total = 0.0
         self._calls = 0
 
@@ -52,16 +54,14 @@ class RowHeat:
         # The upper bits of multiples of the golden ratio: even, whichever calls one looks at.
         begin = (self._calls * _GOLDEN % 2**32) * SAMPLED_SHARE >> 32
         chosen = ids[begin::SAMPLED_SHARE].tolist()
-        counts = self._counts
-        for row_id in chosen:
-            counts[row_id] = counts.get(row_id, 0.0) + 1.0
+        self._counts.update(chosen)
         self._total += len(chosen)
         if self._total >= self._halved_count:
             self._total /= 2
-            self._counts = {row_id: count / 2 for row_id, count in counts.items()}
+            self._counts = Counter({row_id: count / 2 for row_id, count in self._counts.items()})
         if len(self._counts) > 2 * self._most_count:
-            kept = sorted(self._counts.items(), key=lambda item: -item[1])[: self._most_count]
-            self._counts = dict(kept)
+            ordered = sorted(self._counts.items(), key=itemgetter(1), reverse=True)
+            self._counts = Counter(dict(ordered[: self._most_count]))
 
     def hottest(self, count: int) -> list[HotRow]:
         """So many rows, the hottest first; the lower id of two equal ones."""

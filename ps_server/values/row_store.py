@@ -413,7 +413,7 @@ class RowStore:
             some = slice(begin, begin + count)
             here, steps = ids[some], gradients[some]
             numbers = yield from self._here(block, here)
-            if numbers.min() < 0:  # those that were not admitted
+            if block in self._candidates and numbers.min() < 0:  # those that were not admitted
                 is_row = numbers >= 0
                 here, steps, numbers = here[is_row], steps[is_row], numbers[is_row]
             arrays = partition.arrays
