@@ -11,11 +11,15 @@ from ps_runtime.system.process_end import DIE_WITH_PARENT, PARENT_PID
 from pushpull.v1 import types_pb2
 
 _ADDRESSING = (
-    "ADVERTISE", "CLUSTER_ID", "HTTP_LISTEN", "LAUNCH_ID", "LISTEN", "MIN_IN_SYNC", "RANK",
-    "READY_FILE", "REPLICAS", "ROLE", "SCHEDULER", "SERVERS", "STOP_WHEN_DONE", "WORKERS",
+    "ADVERTISE", "CLUSTER_ID", "HTTP_LISTEN", "JOURNAL", "LAUNCH_ID", "LISTEN", "MIN_IN_SYNC",
+    "RANK", "READY_FILE", "REPLICAS", "ROLE", "SCHEDULER", "SERVERS", "STOP_WHEN_DONE", "WORKERS",
     "WORLD_SIZE",
 )  # fmt: skip
-"""PUSHPULL_ variables of a process's identity and cluster, which roles never inherit."""
+"""PUSHPULL_ variables of a process's identity and cluster, which roles never inherit. A container
+of a cluster may have them, and start another cluster: that has a journal and ports of its own.
+"""
+
+_STREAM_LISTEN = "PUSHPULL_STREAM_LISTEN"
 
 _PLACES = ("CHECKPOINT_URL", "RESUME", "UPDATE_LOG")
 """PUSHPULL_ variables that the starter of a cluster reads: it has work to do for these settings,
@@ -28,6 +32,8 @@ def role_environment(inherited: Mapping[str, str], added: Mapping[str, str]) -> 
     them.
     """
     dropped = {f"PUSHPULL_{name}" for name in (*_ADDRESSING, *_PLACES)}
+    if ":" in inherited.get(_STREAM_LISTEN, ""):  # an address; "off" is for all servers
+        dropped.add(_STREAM_LISTEN)
     environment = {name: value for name, value in inherited.items() if name not in dropped}
     environment["PYTHONPATH"] = python_path(inherited)
     environment[DIE_WITH_PARENT] = "1"

@@ -3,7 +3,7 @@
 A role's settings are one frozen dataclass; each field has ``metadata={"help": ...}``. Field
 `http_listen` is flag ``--http-listen``, variable ``PUSHPULL_HTTP_LISTEN`` and key ``http_listen``
 of a TOML file. An unknown key is an error that names the nearest known one. Types: str, int, float,
-bool, Path, tuple[str, ...] (commas), and each of them or None.
+bool, Path, tuple[str, ...] (commas), and each of them or None. No number is below 0.
 """
 
 from __future__ import annotations
@@ -234,18 +234,18 @@ def _boolean(value: object, source: str) -> bool:
 
 def _integer(value: object, source: str) -> int:
     with contextlib.suppress(ValueError):
-        if isinstance(value, (int, str)) and not isinstance(value, bool):
+        if isinstance(value, (int, str)) and not isinstance(value, bool) and int(value) >= 0:
             return int(value)
-    raise InvalidConfig(f"{source} is {_shown(value)}; expected a whole number")
+    raise InvalidConfig(f"{source} is {_shown(value)}; expected a whole number, 0 or more")
 
 
 def _number(value: object, source: str) -> float:
     with contextlib.suppress(ValueError):
         if isinstance(value, (int, float, str)) and not isinstance(value, bool):
             number = float(value)
-            if math.isfinite(number):
+            if math.isfinite(number) and number >= 0.0:
                 return number
-    raise InvalidConfig(f"{source} is {_shown(value)}; expected a finite number")
+    raise InvalidConfig(f"{source} is {_shown(value)}; expected a finite number, 0 or more")
 
 
 def _strings(value: object, source: str) -> tuple[str, ...]:

@@ -208,11 +208,13 @@ def test_a_stopped_launcher_starts_nothing(launcher: Launcher, role: Role) -> No
 
 
 def test_a_role_does_not_inherit_who_its_starter_is() -> None:
+    own = {"PUSHPULL_RANK": "3", "PUSHPULL_JOURNAL": "/journal", "PUSHPULL_STREAM_LISTEN": "b:2"}
     environment = role_environment(
-        {"PUSHPULL_RANK": "3", "PUSHPULL_LOG_LEVEL": "debug", "PYTHONPATH": "here"},
+        {**own, "PUSHPULL_LOG_LEVEL": "debug", "PYTHONPATH": "here"},
         {"PUSHPULL_SCHEDULER": "a:1"},
     )
-    assert "PUSHPULL_RANK" not in environment
+    assert own.keys().isdisjoint(environment)
+    assert role_environment({"PUSHPULL_STREAM_LISTEN": "off"}, {})["PUSHPULL_STREAM_LISTEN"] == "off"
     assert environment["PUSHPULL_LOG_LEVEL"] == "debug"
     assert environment["PUSHPULL_SCHEDULER"] == "a:1"
     assert str(Path("here").absolute()) in environment["PYTHONPATH"].split(os.pathsep)

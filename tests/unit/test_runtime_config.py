@@ -74,6 +74,8 @@ def test_a_missing_setting_says_how_to_give_it() -> None:
         ("PUSHPULL_WORKERS", "two", "PUSHPULL_WORKERS is 'two'; expected a whole number"),
         ("PUSHPULL_STOP_WHEN_DONE", "maybe", "PUSHPULL_STOP_WHEN_DONE is 'maybe'; expected one of"),
         ("PUSHPULL_CONNECT_DEADLINE_S", "nan", "is 'nan'; expected a finite number"),
+        ("PUSHPULL_CONNECT_DEADLINE_S", "-3", "is '-3'; expected a finite number, 0 or more"),
+        ("PUSHPULL_WORKERS", "-1", "is '-1'; expected a whole number, 0 or more"),
         ("PUSHPULL_SHEDULER", "a:1", "PUSHPULL_SHEDULER is unknown; did you mean PUSHPULL_SCHED"),
         ("PUSHPULL_QQQQQQQ", "1", "PUSHPULL_QQQQQQQ is unknown; expected one of PUSHPULL_ADA"),
     ],
