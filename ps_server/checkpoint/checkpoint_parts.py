@@ -114,21 +114,23 @@ class CheckpointParts:
         if checkpoint.number > self._newest:
             self._newest = checkpoint.number
             how = self._written, self._report, self._means
-            self._part = _CheckpointPart(self._node, checkpoint, self._planned(), *how)
+            self._part = _CheckpointPart(self._node, checkpoint, self._planned(view), *how)
         if checkpoint.is_cut and self._part is not None:
             self._node.works.begin(self._part.cutting(view))
 
-    def _planned(self) -> list[_Planned]:
-        """All tables and blocks that are here now; tables of named runs are in no checkpoint."""
-        planned: dict[TableId, _Planned] = {}
-        for (table_id, _), shard in self._node.machine.shards.items():
-            table = shard.state.table
-            if table.run:
-                continue
-            if table_id not in planned:
-                planned[table_id] = _Planned(table, (VALUES, *self._state_names(table)), [])
-            planned[table_id].blocks.append(shard.state.blocks)
-        return list(planned.values())
+    def _planned(self, view: ClusterView) -> list[_Planned]:
+        """All tables and blocks of ranges that this server serves by the view: some may be served a
+        little later, when it has taken them over. Tables of named runs are in no checkpoint.
+        """
+        node_id = self._node.session.node_id
+        own = [each.range_id for each in view.ranges if each.primary == node_id]
+        planned = []
+        for table in view.tables:
+            if not table.run:
+                by_range = table.blocks_by_range(len(view.ranges))
+                blocks = [by_range[range_id] for range_id in own if range_id in by_range]
+                planned.append(_Planned(table, (VALUES, *self._state_names(table)), blocks))
+        return [each for each in planned if each.blocks]
 
     def _state_names(self, table: Table) -> tuple[str, ...]:
         optimizer = table.spec.optimizer

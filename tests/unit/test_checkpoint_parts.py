@@ -19,6 +19,7 @@ from ps_core.consistency import parsed
 from ps_core.errors import UpdateFailed
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.manifest import PartReport
+from ps_core.sliced_work import at_once
 from ps_core.tables.elements import Codec, DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
@@ -69,8 +70,8 @@ class Server:
         self.reports.append((number, part))
         self.reported.set()
 
-    def see(self, checkpoint: Checkpoint | None) -> None:
-        """A newer view."""
+    def see(self, checkpoint: Checkpoint | None, *, is_under_way: bool = False) -> None:
+        """A newer view; if `is_under_way`, ranges that are suspended are served a little later."""
         self.view_number += 1
         ranges = tuple(
             RangeAssignment(RangeId(i), keys, AssignmentEpoch(1), NodeId(1))
@@ -80,15 +81,19 @@ class Server:
             self.view_number, "cluster", 1, 1, (), ranges, (self.table, *self.others),
             checkpoint=checkpoint,
         )  # fmt: skip
+        if is_under_way:
+            self.parts.observe(view)
+            for range_id in range(RANGES):
+                self.node.machine.resume(RangeId(range_id))
         self.node.observe(view)
         self.parts.observe(view)
 
-    def propose(self, number: int = 1) -> None:
-        """All is to be cut."""
+    def propose(self, number: int = 1, *, is_under_way: bool = False) -> None:
+        """All is to be cut; `is_under_way` as of `see`."""
         setting = self.table.consistency
         proposed = TableChange(self.view_number, 0, setting, checkpoint=number)
         self.table = replace(self.table, proposed=proposed)
-        self.see(Checkpoint(number, self.url))
+        self.see(Checkpoint(number, self.url), is_under_way=is_under_way)
 
     def cut(self, clock: int, number: int = 1) -> None:
         """It is settled."""
@@ -197,6 +202,21 @@ def test_a_part_has_nothing_of_a_table_of_another_run_that_has_the_same_name(
         values = server.values(report)
         assert len(values) == BLOCKS
         assert list(values.values()) == [{-1.0}] * BLOCKS
+
+    run(tmp_path, drive)
+
+
+def test_a_part_has_ranges_that_are_served_here_after_its_proposal(tmp_path: Path) -> None:
+    """They were taken over, and what that takes was under way when the proposal came."""
+
+    async def drive(server: Server) -> None:
+        server.step(1)
+        at_once(server.node.machine.suspending([RangeId(0), RangeId(1)]))
+        server.propose(is_under_way=True)
+        server.cut(1)
+        report = await server.report()
+        assert not report.problem
+        assert list(server.values(report).values()) == [{-1.0}] * BLOCKS
 
     run(tmp_path, drive)
 
