@@ -101,6 +101,8 @@ class SchedulerLink:
         self._is_away = False
         self._is_closed = False
         self._has_left = False
+        self._fenced_while_leaving: PushpullError | None = None
+        self._is_leaving = False  # the scheduler may have taken the farewell
         self._waits = ViewWaits()
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
@@ -297,7 +299,14 @@ class SchedulerLink:
         farewell = scheduler_pb2.DeregisterNodeRequest(
             session=self.identity, reason=reason, only_if_kept=True
         )
-        await answer_of(self._addresses.stub().DeregisterNode(farewell, timeout=timeout_s))
+        self._is_leaving = True
+        try:
+            await answer_of(self._addresses.stub().DeregisterNode(farewell, timeout=timeout_s))
+        except PushpullError:
+            self._is_leaving = False
+            if self._fenced_while_leaving is not None:  # the answer was lost, perhaps
+                self._fence(self._fenced_while_leaving)
+            raise
         self._has_left = True
         await self._end_tasks()
         logs.info("deregistered", reason=reason)
@@ -418,6 +427,9 @@ class SchedulerLink:
 
     def _fence(self, error: PushpullError) -> None:
         if self.fenced_by is not None:
+            return
+        if self._is_leaving and isinstance(error, Fenced):  # by its own farewell, perhaps
+            self._fenced_while_leaving = error
             return
         self.fenced_by = error
         logs.error("fenced", node_id=self.session.node_id, error=error.message)

@@ -94,13 +94,19 @@ def run(main: Awaitable[None]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def opened(settings: ClusterSettings = SETTINGS) -> AsyncIterator[tuple[Scheduler, str]]:
-    scheduler = Scheduler(settings)
+async def served(scheduler: Scheduler) -> AsyncIterator[str]:
     address = await scheduler.open()
     try:
-        yield scheduler, address
+        yield address
     finally:
         await scheduler.close()
+
+
+@contextlib.asynccontextmanager
+async def opened(settings: ClusterSettings = SETTINGS) -> AsyncIterator[tuple[Scheduler, str]]:
+    scheduler = Scheduler(settings)
+    async with served(scheduler) as address:
+        yield scheduler, address
 
 
 @contextlib.asynccontextmanager
@@ -446,6 +452,39 @@ def test_a_farewell_brings_the_last_progress_and_ends_the_membership() -> None:
                 answer = await stub.GetClusterStatus(request, timeout=DEADLINE_S)
             steps = {node.node.node_id: node.progress.step_count for node in answer.nodes}
             assert steps[node_id] == 41
+
+    run(main())
+
+
+class LateFarewells(SchedulerServicer):
+    """The answers to farewells wait until somebody says so."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.has_decided, self.answers = asyncio.Event(), asyncio.Event()
+
+    async def DeregisterNode(self, request: Any, context: Any) -> Any:
+        answer = await super().DeregisterNode(request, context)
+        self.has_decided.set()
+        await self.answers.wait()
+        return answer
+
+
+def test_who_has_left_is_not_fenced_by_what_comes_before_the_answer_to_its_farewell() -> None:
+    async def main() -> None:
+        scheduler = Scheduler()
+        given = Decision(scheduler.cluster), SchedulerMetrics(new_registry()), SECRET.encode()
+        servicer = scheduler.servicer = LateFarewells(*given)
+        async with served(scheduler) as address, linked(address, register=SERVER) as link:
+            leaving = asyncio.create_task(link.deregister_if_kept("it stops", DEADLINE_S))
+            await servicer.has_decided.wait()
+            beat = scheduler_pb2.HeartbeatRequest(session=link.identity)
+            with pytest.raises(Fenced, match="has left the cluster"):
+                await link.call("Heartbeat", beat, "a heartbeat", clock.now_s() + DEADLINE_S)
+            servicer.answers.set()
+            await leaving
+            assert link.fenced_by is None
+            assert not link.fenced.is_set()
 
     run(main())
 
