@@ -128,7 +128,7 @@ class CheckpointParts:
         for table in view.tables:
             if not table.run:
                 by_range = table.blocks_by_range(len(view.ranges))
-                blocks = [by_range[range_id] for range_id in own if range_id in by_range]
+                blocks: list[Sequence[int]] = [by_range[at] for at in own if at in by_range]
                 planned.append(_Planned(table, (VALUES, *self._state_names(table)), blocks))
         return [each for each in planned if each.blocks]
 

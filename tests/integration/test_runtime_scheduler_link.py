@@ -463,7 +463,7 @@ class LateFarewells(SchedulerServicer):
         super().__init__(*given)
         self.has_decided, self.answers = asyncio.Event(), asyncio.Event()
 
-    async def DeregisterNode(self, request: Any, context: Any) -> Any:
+    async def DeregisterNode(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
         answer = await super().DeregisterNode(request, context)
         self.has_decided.set()
         await self.answers.wait()
