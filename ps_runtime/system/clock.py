@@ -7,10 +7,7 @@ A lease must expire while a laptop sleeps or a virtual machine is paused; `time.
 from __future__ import annotations
 
 import time
+from functools import partial
 
-_CLOCK_ID = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-
-
-def now_s() -> float:
-    """Seconds since some fixed moment; never goes back, and never compared between machines."""
-    return time.clock_gettime(_CLOCK_ID)
+now_s = partial(time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+"""Seconds since some fixed moment; never goes back, and never compared between machines."""
