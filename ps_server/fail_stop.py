@@ -44,11 +44,12 @@ class FailStop:
 
     def check(self) -> None:
         """Refuse to begin anything after a failure (FS-1)."""
+        if self.failure is None:
+            return
         if isinstance(self.failure, Draining):
             raise Draining(self.failure.message, retry_after_ms=_RETRY_MS)
-        if self.failure is not None:
-            problem = f"the server has failed ({type(self.failure).__name__}) and ends"
-            raise Draining(problem, retry_after_ms=_RETRY_MS)
+        problem = f"the server has failed ({type(self.failure).__name__}) and ends"
+        raise Draining(problem, retry_after_ms=_RETRY_MS)
 
 
 class _Mortal(Protocol):

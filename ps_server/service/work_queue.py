@@ -159,8 +159,8 @@ class WorkQueue:
         return waiting is None
 
 
-class Works:
-    """The works of one server. Belongs to its event loop; `on_failure` as in `WorkQueue`."""
+class Works(WorkQueue):
+    """The works of one server. Belongs to its event loop."""
 
     def __init__(
         self,
@@ -168,24 +168,19 @@ class Works:
         on_failure: Callable[[Exception], None],
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
+        super().__init__(on_failure)
         self._now = now
         self._turns = turns
-        self._queue = WorkQueue(on_failure)
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def is_busy(self) -> bool:
-        return self._queue.is_busy
 
     def begin(self, work: Work[None]) -> None:
         """Begin a work now; the rest of a long one goes on in further turns."""
-        self._queue.add(work, self._time_to_begin())
-        self._go_on()
+        self.add(work, self._time_to_begin())
+        self._begin_task()
 
     def between(self, callback: Callable[[], None]) -> None:
-        """See `WorkQueue.between`."""
-        self._queue.between(callback)
-        self._go_on()
+        super().between(callback)
+        self._begin_task()
 
     async def done(self, work: Work[ResultT]) -> ResultT:
         """Do a work in its turn; returns its result."""
@@ -199,13 +194,13 @@ class Works:
             else:
                 result.set_exception(failure)
 
-        self._queue.add(work, self._time_to_begin(), ended)
-        self._go_on()
+        self.add(work, self._time_to_begin(), ended)
+        self._begin_task()
         return await result
 
     async def in_turn(self, call: Callable[[], ResultT]) -> ResultT:
         """Call a function between two works; returns its result."""
-        if not self._queue.is_busy:
+        if not self.is_busy:
             return call()
         result: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
 
@@ -219,10 +214,6 @@ class Works:
 
         self.between(called)
         return await result
-
-    def finish(self) -> None:
-        """Do all open and waiting works now."""
-        self._queue.finish()
 
     def _time_to_begin(self) -> HasTime:
         try:
@@ -239,14 +230,14 @@ class Works:
 
         return has_time
 
-    def _go_on(self) -> None:
-        if self._task is None and self._queue.is_busy:
+    def _begin_task(self) -> None:
+        if self._task is None and self.is_busy:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
         try:
-            while self._queue.is_busy:
-                waiting = self._queue.waits_for
+            while self.is_busy:
+                waiting = self.waits_for
                 if waiting is not None:
                     await arrival(waiting)
                 await self._turns.next_turn()
@@ -255,7 +246,7 @@ class Works:
                 def has_time(until_s: float = until_s) -> bool:
                     return self._now() < until_s
 
-                self._queue.go_on(has_time)
+                self.go_on(has_time)
         finally:
             self._task = None
 
