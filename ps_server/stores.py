@@ -268,9 +268,10 @@ class Shards:
 
     def check_space(self, place: Place, found: Contribution | RowGradients) -> None:
         """As `parameter_wire.Decoder`."""
-        store = self._store_at(place)
-        if isinstance(store, RowStore) and isinstance(found, RowGradients):
-            store.check_space(found)
+        if isinstance(found, RowGradients):
+            store = self._store_at(place)
+            if isinstance(store, RowStore):
+                store.check_space(found)
 
     def _store_at(self, place: Place) -> Store:
         """The store of an entry, which may reach a machine that has come meanwhile: that its

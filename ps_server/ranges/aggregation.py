@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from ps_core.consistency import StalePolicy
 from ps_core.errors import AlreadyPast, EditRefused, check
@@ -45,7 +46,7 @@ class Records:
 
     def take_parts(self, worker: RangeWorker, step: PendingStep) -> tuple[tuple[int, object], ...]:
         """Take a step's staged payloads, by block, out of staging memory."""
-        pushes = sorted(step.pushes.values(), key=lambda push: push.block)
+        pushes = sorted(step.pushes.values(), key=attrgetter("block"))
         parts = tuple([(push.block, push.payload) for push in pushes])
         self._state.unstage_step(step, worker)
         return parts
@@ -76,17 +77,19 @@ class Records:
         is_assign: bool = False,
         of: tuple[str, bytes] = ("", b""),
     ) -> Record:
-        self._state.record_count += 1
+        state = self._state
+        state.record_count += 1
+        may_be_short = clock and state.ended and state.schedule.is_bsp(clock)
         return Record(
-            self._state.table.table_id,
-            self._state.range_id,
-            self._state.record_count,
+            state.table.table_id,
+            state.range_id,
+            state.record_count,
             clock,
             is_assign,
             tuple(contributors),
             hyperparameters,
             blocks,
-            self._state.gone_count(clock) if clock and self._state.schedule.is_bsp(clock) else 0,
+            state.gone_count(clock) if may_be_short else 0,
             array=of[0],
             edit=of[1],
         )

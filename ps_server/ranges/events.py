@@ -191,7 +191,7 @@ class Record(NamedTuple):
 
     @property
     def contributor_count(self) -> int:
-        return sum(not contributor.skip for contributor in self.contributors)
+        return len([each for each in self.contributors if not each.skip])
 
 
 class Apply(NamedTuple):

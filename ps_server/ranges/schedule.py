@@ -97,8 +97,9 @@ class Schedule:
             self._add(table.change)
 
     def at(self, clock: int) -> Consistency:
-        if len(self.settings) == 1:  # nearly always, and asked several times a seal
-            return self.settings[0][1]
+        after_clock, setting = self.settings[-1]
+        if clock > after_clock:  # nearly always, and asked several times a seal
+            return setting
         for after_clock, setting in reversed(self.settings):
             if clock > after_clock:
                 return setting

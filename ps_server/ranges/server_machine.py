@@ -398,21 +398,18 @@ class ServerMachine:
         self._note_times(self.shards.values())
         return effects
 
-    def _check_not_ended(self, incarnation: Incarnation | None) -> None:
-        if incarnation in self._ended:
-            raise Fenced(self._ended[incarnation].fence_words)
-
-    def check_run(self, table_id: TableId, run: str) -> None:
-        """Check that the sender's run is the table's (SM-6).
+    def check_run(self, table_id: TableId, run: str) -> Table:
+        """The table; checks that the sender's run is its own (SM-6).
 
         Raises:
             TableNotFound: it is, or there is no such table.
         """
-        owner = self.table(table_id).run
-        if owner != run:
+        table = self.table(table_id)
+        if table.run != run:
             raise TableNotFound(
-                f"there is no table {table_id} in {words(run)}: it is of {words(owner)}"
+                f"there is no table {table_id} in {words(run)}: it is of {words(table.run)}"
             )
+        return table
 
     # --- workers' entries and pulls
 
@@ -424,13 +421,16 @@ class ServerMachine:
             raise TableNotFound(f"there is no table {table_id} (view {self.view_number})")
         return found
 
-    def shard(self, place: Place) -> RangeMachine:
-        """The machine that `place` names (SM-2).
+    def _shard(self, place: Place, incarnation: Incarnation | None, run: str) -> RangeMachine:
+        """The machine that `place` names (SM-2), for a sender of a run (SM-6) that has not ended.
 
         Raises:
+            Fenced: it has.
             TableNotFound, NotOwner, StaleAssignment, InvalidKeys: it means none here.
         """
-        table = self.table(place.table_id)
+        if incarnation in self._ended:
+            raise Fenced(self._ended[incarnation].fence_words)
+        table = self.check_run(place.table_id, run)
         assignment_epoch = self._epochs.get(place.range_id)
         if assignment_epoch is None:
             if place.range_id >= self.total_range_count:
@@ -454,9 +454,7 @@ class ServerMachine:
 
     def entry(self, event: EntryEvent, now_s: float) -> list[Effect]:
         try:
-            self._check_not_ended(event.sender.incarnation)
-            self.check_run(event.place.table_id, event.sender.run)
-            shard = self.shard(event.place)
+            shard = self._shard(event.place, event.sender.incarnation, event.sender.run)
         except PushpullError as error:
             return [self._refusal(event, error)]
         staging = self._staging[event.place.table_id]
@@ -528,9 +526,7 @@ class ServerMachine:
 
     def pull(self, event: PullEvent, now_s: float) -> list[Effect]:
         try:
-            self._check_not_ended(event.incarnation)
-            self.check_run(event.place.table_id, event.run)
-            shard = self.shard(event.place)
+            shard = self._shard(event.place, event.incarnation, event.run)
             if len(self._waiting) >= limits.MAX_WAITER_COUNT:
                 raise Overloaded(
                     f"{limits.MAX_WAITER_COUNT} pulls wait already", retry_after_ms=500
@@ -541,8 +537,10 @@ class ServerMachine:
         effects = shard.pull(event, now_s)
         if shard.read_gate.waits_for(event.waiter):
             self._waiting[event.waiter] = shard
-        if not all(isinstance(effect, AnswerPull) for effect in effects):  # steps went on
-            self._staging[event.place.table_id].credits(effects)
+        for effect in effects:
+            if type(effect) is not AnswerPull:  # steps went on
+                self._staging[event.place.table_id].credits(effects)
+                break
         return effects
 
     def begin_cut(self, table_id: TableId, cut_id: CutId, deadline_s: float) -> int:
@@ -627,6 +625,8 @@ class ServerMachine:
     @property
     def wake_s(self) -> float | None:
         """The time at which `tick` may do something; None: time alone changes nothing."""
+        if not self._timed:  # as nearly always
+            return None
         times_s = (shard.wake_s for shard in self._timed)
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 

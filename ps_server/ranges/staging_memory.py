@@ -59,7 +59,8 @@ class StagingQuota:
 
     def admit(self, step: StepId, byte_count: int) -> Sequence[StepId] | None:
         """Stage one more payload of `step`; returns the steps given back for it; None: no space."""
-        free = self._left_by_sums - self._staged_bytes
+        left_by_sums = self._left_by_sums
+        free = left_by_sums - self._staged_bytes
         given_back = () if free >= byte_count else self._make_space(step, byte_count, free)
         if given_back is None:
             asked = self._waiting.get(step, 0) + byte_count
@@ -69,7 +70,7 @@ class StagingQuota:
         self._staged[step] = self._staged.get(step, 0) + byte_count
         self._staged_bytes += byte_count
         self._waiting.pop(step, None)
-        if self._staged_bytes > self._left_by_sums:
+        if self._staged_bytes > left_by_sums:
             raise InvariantViolation("ROOM-1", "staged more than fits")
         return given_back
 
@@ -139,6 +140,8 @@ class TableStaging:
         self._senders: dict[int, Sender] = {}
         self._step_bytes = 0
         self._quota = StagingQuota(0, 0)
+        self.release = self._quota.release
+        self.end_sum = self._quota.end_sum
 
     @property
     def held_bytes(self) -> int:
@@ -183,14 +186,8 @@ class TableStaging:
                 self._quota.forget(given.rank)
         return given_back is not None
 
-    def release(self, step: StepId, byte_count: int) -> None:
-        self._quota.release(step, byte_count)
-
     def add_sum(self, byte_count: int) -> None:
         self._quota.add_sum(byte_count, are_rows=self._table.spec.rows is not None)
-
-    def end_sum(self, byte_count: int) -> None:
-        self._quota.end_sum(byte_count)
 
     def heard(self, sender: Sender) -> None:
         """Remember the worker's newest stream, where credit goes."""

@@ -39,7 +39,7 @@ _ONE_TABLE = (
         "a mean divides by those who skipped too",
         "S1",
         "ps_server/ranges/events.py",
-        "return sum(not contributor.skip for contributor in self.contributors)",
+        "return len([each for each in self.contributors if not each.skip])",
         "return len(self.contributors)",
         _STEPS,
     ),

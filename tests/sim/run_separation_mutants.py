@@ -44,7 +44,7 @@ RUN_SEPARATION_MUTANTS = (
         "a table is served to workers of any run",
         "S19",
         _SERVER,
-        "        if owner != run:\n",
+        "        if table.run != run:\n",
         "        if False:\n",
         _RUNS,
     ),
