@@ -284,16 +284,15 @@ class ValueSegments:
 
     def shares(self, session: Session, table_id: TableId, codec: Codec | None) -> bool:
         """True if the session reads all of the table's values, as `codec`, from shared memory."""
-        segments = [segment for segment in self._segments.get(table_id, ()) if segment.range_ids]
-        if not segments:
-            return False
-        codec = codec or self._codecs[table_id]
-        return all(
-            segment.values is not None
-            and codec is segment.values.codec
-            and self._is_open_to(session, segment.values)
-            for segment in segments
-        )
+        is_any = False
+        for segment in self._segments.get(table_id, ()):
+            if segment.range_ids:
+                is_any, shared = True, segment.values
+                if shared is None or (codec or self._codecs[table_id]) is not shared.codec:
+                    return False
+                if not self._is_open_to(session, shared):
+                    return False
+        return is_any
 
     def shared_with(self, session: Session, key: _Key, codec: Codec) -> SharedValues | None:
         """The range's shared values, if the session reads them as `codec`."""

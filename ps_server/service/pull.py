@@ -79,9 +79,10 @@ class Pull:
             cut=request.cut,
             array=request.array,
         )
-        self._has_ids = any(part.ids for part in self._left)
-        self._lists_rows = any(part.skipped_row_counts for part in self._left)
-        self._is_shared = False
+        self._has_ids = self._lists_rows = self._is_shared = False
+        for part in self._left:
+            self._has_ids = self._has_ids or bool(part.ids)
+            self._lists_rows = self._lists_rows or bool(part.skipped_row_counts)
         if request.shared and not request.array and is_good and not self._lists_rows:
             if self._has_ids:
                 self._is_shared = node.lanes.answers(session.incarnation) is not None
@@ -99,8 +100,9 @@ class Pull:
             return None
         while self._left:
             self._begin_next()
-        if not all(read.is_answered for read in self._reads):
-            return None
+        for read in self._reads:
+            if not read.is_answered:
+                return None
         if self._has_ids and any(read.coming() for read in self._reads):
             return None
         parts: list[AnswerPart] = []
@@ -302,7 +304,8 @@ def _checked(
         problem = f"a pull names {len(request.ranges)} ranges; there are {range_count}"
         return codec, (first_id, InvalidKeys(problem))
     named: set[int] = set()
-    for range_id in (part.range_id for part in request.ranges):
+    for part in request.ranges:
+        range_id = part.range_id
         if range_id >= range_count:
             problem = f"there is no range {range_id}; expected one below {range_count}"
             return codec, (range_id, InvalidKeys(problem))

@@ -347,7 +347,7 @@ class HeldAnswers:
         """Have these blocks copied, which are about to change, or to go."""
         if key not in self._reads:
             return
-        held = ((each, each()) for each in self._reads.pop(key))
-        left = [each for each, read in held if read is not None and read.keep(blocks)]
+        held = self._reads.pop(key)
+        left = [each for each in held if (read := each()) is not None and read.keep(blocks)]
         if left:
             self._reads[key] = left

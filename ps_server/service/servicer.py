@@ -234,7 +234,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
                 stream.hold(more_follow(message, kind))
                 if kind != "pull":
                     await _take_entries(node, stream, message, sender)
-                for request in pulls_of(message):
+                for request in pulls_of(message, kind):
                     await pulls.begin(request)
         except asyncio.CancelledError:
             raise

@@ -76,10 +76,10 @@ def kind_of(entry: Entry) -> str | None:
     return "block" if isinstance(entry, BlockFrame) else entry.WhichOneof("entry")
 
 
-def pulls_of(message: Entry) -> Iterator[parameters_pb2.PullRequest]:
-    """The pulls in a message of a PushPull stream."""
+def pulls_of(message: Entry, kind: str | None) -> Iterator[parameters_pb2.PullRequest]:
+    """The pulls in a message of a PushPull stream; `kind` as `kind_of` says."""
     if isinstance(message, parameters_pb2.PushPullRequest):
-        if message.WhichOneof("entry") == "pull":
+        if kind == "pull":
             yield message.pull
         if message.HasField("then_pull"):
             yield message.then_pull
