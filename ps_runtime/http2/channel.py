@@ -150,7 +150,8 @@ class StreamCall(CallEnd):
             if self._is_done:
                 raise StopAsyncIteration
             self._came.clear()
-            self._transport.flush()  # sends the headers of a call that reads before it writes
+            if self._transport.connection.output.pieces:
+                self._transport.flush()  # the headers of a call that reads before it writes
             await self._came.wait()
         message = self._messages.popleft()
         self._transport.consumed(self._stream, message)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ps_runtime.http2.protocol import frames as wire
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bounds:
     """Limits on the peer.
 
@@ -38,7 +39,7 @@ class Bounds:
         """The window of all streams together: each may be inside of a message, and one goes on."""
         return self.stream_count * self._whole_bytes + self.window_bytes
 
-    @property
+    @cached_property
     def max_frame_bytes(self) -> int:
         """The largest DATA frame: it fits a message of the largest size with its prefix."""
         least, most = wire.DEFAULT_MAX_FRAME_BYTES, wire.MAX_MAX_FRAME_BYTES

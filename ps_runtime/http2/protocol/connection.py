@@ -365,8 +365,9 @@ class Http2Connection:
         self._body_left = head.length - overhead
         self._skip_left = max(overhead - 1, 0)
         stream.unconsumed += self._body_left
-        self._credit_stream(stream, overhead)
-        self._give_back(overhead)
+        if overhead:
+            self._credit_stream(stream, overhead)
+            self._give_back(overhead)
         if not self._body_left:
             self._after_body()
         return at
