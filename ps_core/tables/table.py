@@ -84,7 +84,7 @@ class Table:
         is_asynchronous = is_newest and self.consistency.mode is Mode.ASP
         return None if is_asynchronous else after_clock
 
-    @property
+    @cached_property
     def block_count(self) -> int:
         rows = self.spec.rows
         if rows is not None:

@@ -142,7 +142,7 @@ class ClientConnection:
     def wait_for(self, waited: Sequence[Ticket], timeout_s: float | None) -> None:
         limit_s = self.deadline_s(timeout_s)
         # A pull that expires by itself has the better message: leave it time to arrive.
-        grace_s = GRACE_S if any(isinstance(ticket, PullTicket) for ticket in waited) else 0.0
+        grace_s = GRACE_S if PullTicket in map(type, waited) else 0.0
         began_s = now_s()
         try:
             wait_until_ended([ticket.future for ticket in waited], limit_s + grace_s)

@@ -310,7 +310,8 @@ class Puller:
                     await link.pull(request, call_s, take, is_small=is_small)
                     await self._end_copying(asked)
                 finally:
-                    wait([copying for copying, _ in asked.copying])  # they write into `raw`
+                    if asked.copying:  # they write into `raw`
+                        wait([copying for copying, _ in asked.copying])
                     self._unanswered.pop(patience, None)
                     if asked.lane is not None and row_bytes:
                         asked.lane.row_bytes -= row_bytes
@@ -330,18 +331,18 @@ class Puller:
         return type(error)(words, retry_after_ms=error.retry_after_ms, clock=error.clock)
 
     def _take(self, asked: _ServerRequest, answer: Answer) -> list[PushpullError]:
-        progress, view = asked.progress, asked.view
+        progress = asked.progress
         if isinstance(answer, tuple):
             value, payload = answer
-            length = self._expected(progress, view, value, payload.nbytes)
+            range_id = progress.order.table.range_of_block(value.block, len(asked.view.ranges))
+            length = self._expected(asked, range_id, value, payload.nbytes)
             if length:
                 _write(progress.order, value.block, length, payload)
-                self._arrived(asked, value)
+                self._arrived(asked, range_id, value, payload.nbytes)
                 if value.presence:
                     progress.presence[value.block] = value.presence
                 if asked.copied:
-                    table = progress.order.table
-                    self._end_range(asked, table.range_of_block(value.block, len(view.ranges)))
+                    self._end_range(asked, range_id)
             return []
         if answer.HasField("unchanged"):
             self._take_unchanged(asked, answer.unchanged)
@@ -361,7 +362,7 @@ class Puller:
         found: list[_Placed] = []
         for block in unchanged.blocks:
             range_id = order.table.range_of_block(block, len(asked.view.ranges))
-            if not self._is_wanted(asked.progress, asked.view, block):
+            if not self._is_wanted(asked, range_id, block):
                 continue
             assignment_epoch = asked.view.ranges[range_id].assignment_epoch
             value = None if held is None else held.find(block, assignment_epoch)
@@ -376,13 +377,14 @@ class Puller:
                 peer_version=value.peer_version,
                 clock=unchanged.clock,
                 edit_count=value.edit_count,
+                byte_count=order.sent_codec.payload_bytes(order.length_of(block)),
             )
             found.append((range_id, said))
         if asked.lane is not None:
             self._count(asked, found, [True] * len(found))
             return
-        for _, said in found:
-            self._arrived(asked, said)
+        for range_id, said in found:
+            self._arrived(asked, range_id, said, said.byte_count)
 
     def _copy(
         self,
@@ -396,7 +398,7 @@ class Puller:
         shared: list[Shared] = []
         for value in values:
             range_id = progress.order.table.range_of_block(value.block, len(asked.view.ranges))
-            length = self._expected(progress, asked.view, value, value.byte_count)
+            length = self._expected(asked, range_id, value, value.byte_count)
             if not length or range_id in asked.torn:
                 continue
             place = lane.shared(value, *_target(progress.order, value.block, length))
@@ -435,7 +437,7 @@ class Puller:
         if copied and len(copied) == len(asked.progress.wanted.get(range_id, ())):
             del asked.copied[range_id]
             for each in copied.values():
-                self._arrived(asked, each)
+                self._arrived(asked, range_id, each, each.byte_count)
 
     @staticmethod
     def _lane(link: ServerLink, progress: _PullProgress, row_bytes: int) -> SharedLane | None:
@@ -456,41 +458,39 @@ class Puller:
         return link.lane if is_shareable else None
 
     def _expected(
-        self, progress: _PullProgress, view: ClusterView, value: _Value, byte_count: int
+        self, asked: _ServerRequest, range_id: RangeId, value: _Value, byte_count: int
     ) -> int:
         """The element count of a wanted block, if it is as requested; 0 if it came twice."""
-        if not self._is_wanted(progress, view, value.block):
+        if not self._is_wanted(asked, range_id, value.block):
             return 0
-        table = progress.order.table
-        codec = progress.order.sent_codec
-        length = progress.order.length_of(value.block)
+        order = asked.progress.order
+        codec = order.sent_codec
+        length = order.length_of(value.block)
         expected_bytes = codec.payload_bytes(length)
         if value.codec != wire.codec_to_proto(codec) or byte_count != expected_bytes:
             raise Internal(
-                f"block {value.block} of table '{table.spec.name}' came as {byte_count} bytes of "
-                f"codec {value.codec}; expected {length} elements of {codec.value}"
+                f"block {value.block} of table '{order.table.spec.name}' came as {byte_count} "
+                f"bytes of codec {value.codec}; expected {length} elements of {codec.value}"
             )
         return length
 
-    def _is_wanted(self, progress: _PullProgress, view: ClusterView, block: int) -> bool:
+    def _is_wanted(self, asked: _ServerRequest, range_id: RangeId, block: int) -> bool:
         """False if a block came twice, by an earlier attempt that was thought lost."""
-        range_id = progress.order.table.range_of_block(block, len(view.ranges))
-        if block not in progress.wanted.get(range_id, ()):
+        if block not in asked.progress.wanted.get(range_id, ()):
             return False
         newest = self.links.view.ranges[range_id]
-        if newest.assignment_epoch != view.ranges[range_id].assignment_epoch:
+        if newest.assignment_epoch != asked.view.ranges[range_id].assignment_epoch:
             raise StaleAssignment(f"range {range_id} has moved during the pull")
         return True
 
-    def _arrived(self, asked: _ServerRequest, value: _Value) -> None:
-        progress, table = asked.progress, asked.progress.order.table
-        range_id = table.range_of_block(value.block, len(asked.view.ranges))
+    def _arrived(
+        self, asked: _ServerRequest, range_id: RangeId, value: _Value, byte_count: int
+    ) -> None:
+        progress, order = asked.progress, asked.progress.order
         wanted = progress.wanted[range_id]
         wanted.discard(value.block)
         if not wanted:
             del progress.wanted[range_id]
-        order = progress.order
-        byte_count = order.sent_codec.payload_bytes(order.length_of(value.block))
         if order.held is None or order.held.take(
             value.block,
             HeldValue(
