@@ -132,12 +132,7 @@ class Ledger:
 
     def end(self, sequence: int, ending: Ending) -> None:
         """Record the ending of `sequence` (LED-1)."""
-        if self.has_ended(sequence):
-            raise InvariantViolation("LED-1", f"sequence {sequence} ends twice")
-        self._endings[sequence] = ending
-        while self.low_water + 1 in self._endings:
-            self.low_water += 1
-        self.confirm(self.low_water - MAX_LEDGER_GAP_COUNT)
+        self.end_all((sequence,), ending)
 
     def end_all(self, sequences: Iterable[int], ending: Ending) -> None:
         """`end` for each sequence."""
@@ -149,7 +144,8 @@ class Ledger:
             while low_water + 1 in endings:
                 low_water += 1
         self.low_water = low_water
-        self.confirm(low_water - MAX_LEDGER_GAP_COUNT)
+        if low_water - MAX_LEDGER_GAP_COUNT > self.confirmed:
+            self.confirm(low_water - MAX_LEDGER_GAP_COUNT)
 
     def overturn(self, sequence: int, ending: Ending) -> None:
         """Replace an outcome that was not sent yet; no effect on one that the sender confirmed."""

@@ -81,18 +81,22 @@ def _guarded(
 
     @functools.wraps(method)
     def call(self: MortalT, /, *args: Params.args, **kwargs: Params.kwargs) -> ResultT:
-        self.health.check()
+        if self.health.failure is not None:
+            self.health.check()
         try:
             return method(self, *args, **kwargs)
         except Exception as failure:
             note(self, failure)
             raise
 
+    generator = cast("Any", method)
+
     @functools.wraps(method)
     def steps(self: Any, /, *args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        self.health.check()
+        if self.health.failure is not None:
+            self.health.check()
         try:
-            return (yield from cast("Any", method)(self, *args, **kwargs))
+            return (yield from generator(self, *args, **kwargs))
         except Exception as failure:
             note(self, failure)
             raise

@@ -188,7 +188,7 @@ class Records:
         """Updates of the block by others since the worker pulled it; 0 if it does not say."""
         if push.pulled_peer_version is None:
             return 0
-        now = self._state.peer_version(worker.incarnation, push.block)
+        now = self._state.versions[push.block] - worker.own_updates.get(push.block, 0)
         return max(0, now - push.pulled_peer_version)
 
     def reject_stale(self, worker: RangeWorker, step: PendingStep, out: list[Effect]) -> None:

@@ -435,7 +435,9 @@ class RangeMachine:
         step = worker.steps.get(clock) or PendingStep(clock)
         problem = self._rules.seal_problem(event, worker, step)
         if problem is None:
-            problem = self._rules.disagreement(event.terms, worker)
+            hyperparameters = event.terms.hyperparameters
+            step.hyperparameters = self.state.table.step_hyperparameters.merged(hyperparameters)
+            problem = self._rules.disagreement(event.terms, step.hyperparameters, worker)
             if problem is not None:
                 self.read_gate.dispute(clock, problem, out)
         if problem is not None:
@@ -447,9 +449,6 @@ class RangeMachine:
         step.seal = event
         if event.skip_if_invalid:
             self._gate.recall_carrier(worker, step, event)
-        step.hyperparameters = self.state.table.step_hyperparameters.merged(
-            event.terms.hyperparameters
-        )
         worker.held[event.sequence] = clock
         self.state.reply(out, event.sender, ReplyKind.RECEIVED, event.sequence)
 
@@ -684,7 +683,9 @@ class EntryRules:
             )
         return self._kind_problem()
 
-    def disagreement(self, terms: SealTerms, worker: RangeWorker) -> PushpullError | None:
+    def disagreement(
+        self, terms: SealTerms, mine: Hyperparameters, worker: RangeWorker
+    ) -> PushpullError | None:
         """Under BSP all seals of a clock carry the same hyperparameters; skipped ones have no say.
 
         With backup workers a worker that was left behind leaves out clocks, so that its schedules
@@ -694,7 +695,6 @@ class EntryRules:
         setting = self._state.schedule.at(terms.clock)
         if setting.mode is not Mode.BSP or setting.backup_workers or terms.skip or terms.edit:
             return None
-        mine = self._hyperparameters.merged(terms.hyperparameters)
         for other in self._state.workers.values():
             step = other.steps.get(terms.clock)
             if other is worker or step is None or step.seal is None:

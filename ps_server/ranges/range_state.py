@@ -327,12 +327,6 @@ class RangeState:
         """The worker of an incarnation; None if it is unknown here, or no worker's."""
         return None if incarnation is None else self.workers.get(incarnation)
 
-    def peer_version(self, incarnation: Incarnation | None, block: int) -> int:
-        """The updates of `block` in which `incarnation` took no part."""
-        worker = self.worker(incarnation)
-        own = worker.own_updates.get(block, 0) if worker is not None else 0
-        return self.versions[block] - own
-
     def gaps(self) -> list[str]:
         """Seals that wait for a missing sequence, as sentences."""
         place = f"in table '{self.name}' (range {self.range_id})"

@@ -208,7 +208,13 @@ class RangeRead:
         most = min(limits.SLICE_BLOCK_COUNT, len(self._blocks) - self._at)
         try:
             while len(piece) + len(unchanged) < most:
-                found = self._next()
+                block = self._blocks[self._at]
+                found = self._kept.pop(block, None)
+                if found is None:
+                    found = self._take(block)
+                self._at += 1
+                if self._left is not None:
+                    self._left.discard(block)
                 if isinstance(found, int):
                     unchanged.append(found)
                     continue
@@ -251,16 +257,6 @@ class RangeRead:
                 found = (block, bytes(found[1]), found[2])
             self._kept[block] = found
         return bool(self._left)
-
-    def _next(self) -> AnswerPart | _Copy | int:
-        block = self._blocks[self._at]
-        found = self._kept.pop(block, None)
-        if found is None:
-            found = self._take(block)
-        self._at += 1
-        if self._left is not None:
-            self._left.discard(block)
-        return found
 
     def _take(self, block: int) -> AnswerPart | _Copy | int:
         """A block as it is, its payload valid until anything happens; its number alone if the
