@@ -526,7 +526,8 @@ class TableSteps:
     def uncommitted(self) -> list[PushTicket]:
         """Sealed steps that have not ended, oldest first."""
         with self._lock:
-            return [ticket for ticket in self._tickets if not ticket.done()]
+            self._tickets = [ticket for ticket in self._tickets if not ticket.done()]
+            return list(self._tickets)
 
     def oldest_of_too_many(self) -> PushTicket | None:
         """The oldest sealed step that has not ended, if there are the most allowed."""
@@ -541,7 +542,7 @@ class TableSteps:
             is_begin, self._joins = self._joins, False
         if is_begin:
             self.skip_clocks(self.missed_count, is_owed=False)
-        elif self._is_alone():
+        elif self.missed_count and self._is_alone():
             self.skip_clocks(self.missed_count)
 
     @property

@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -256,10 +257,10 @@ class Puller:
         nothing writes to the caller's memory any more.
         """
         view = self.links.view
-        if any(view.ranges[range_id].is_lost for range_id in progress.wanted):
-            return [ValuesLost(view.lost_words)]
         by_server: dict[NodeId | None, list[RangeId]] = {}
         for range_id in sorted(progress.wanted):
+            if view.ranges[range_id].is_lost:
+                return [ValuesLost(view.lost_words)]
             by_server.setdefault(view.ranges[range_id].primary, []).append(range_id)
         if len(by_server) == 1:  # the common case of a small table, without a task
             ((server, ranges),) = by_server.items()
@@ -605,7 +606,7 @@ def named_by_block(
     """
     left_count = limits.MAX_NAMED_BLOCK_COUNT
     named: set[RangeId] = set()
-    for range_id, count in sorted(counts.items(), key=lambda item: item[1]):
+    for range_id, count in sorted(counts.items(), key=itemgetter(1)):
         if count != whole_counts.get(range_id) and count <= left_count:
             named.add(range_id)
             left_count -= count

@@ -171,6 +171,9 @@ class _StreamPull:
         if not self.answered.done():
             self.answered.set_exception(failure)
 
+    def expire(self, timeout_s: float) -> None:
+        self.fail(WaitExpired(f"a server did not answer a pull within {timeout_s:.1f} s"))
+
 
 class PushPullStream:
     """A stream that is open, or about to be; without a lane it sends all payloads as bytes."""
@@ -226,8 +229,7 @@ class PushPullStream:
         number = request.read_number = next(self._numbers)
         pull = self._pulls[number] = _StreamPull(take)
         self._outbox.put((request, None))
-        late = WaitExpired(f"a server did not answer a pull within {timeout_s:.1f} s")
-        timer = asyncio.get_running_loop().call_later(timeout_s, pull.fail, late)
+        timer = asyncio.get_running_loop().call_later(timeout_s, pull.expire, timeout_s)
         try:
             await pull.answered
         finally:
