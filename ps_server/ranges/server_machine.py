@@ -459,16 +459,17 @@ class ServerMachine:
             return [self._refusal(event, error)]
         staging = self._staging[event.place.table_id]
         staging.heard(event.sender)
-        if isinstance(event, PushEvent | SealEvent) and isinstance(event.problem, Recovering):
-            return [self._refusal(event, event.problem)]  # the payload is lost, not wrong
-        if isinstance(event, PushEvent):
-            effects = shard.push(event, now_s)
-        elif isinstance(event, SealEvent):
-            effects = shard.seal(event, now_s)
-        elif isinstance(event, ScaleEvent):
-            effects = shard.scale(event, now_s)
-        else:
-            effects = shard.withdraw(event, now_s)
+        match event:
+            case PushEvent(problem=Recovering() as lost) | SealEvent(problem=Recovering() as lost):
+                return [self._refusal(event, lost)]  # the payload is lost, not wrong
+            case PushEvent():
+                effects = shard.push(event, now_s)
+            case SealEvent():
+                effects = shard.seal(event, now_s)
+            case ScaleEvent():
+                effects = shard.scale(event, now_s)
+            case _:
+                effects = shard.withdraw(event, now_s)
         staging.credits(effects)
         if shard.wake_s is not None:
             self._timed[shard] = None

@@ -205,10 +205,8 @@ class RangeRead:
         piece: list[AnswerPart] = []
         unchanged: list[int] = []
         byte_count = 0
-        most = min(limits.SLICE_BLOCK_COUNT, len(self._blocks) - self._at)
         try:
-            while len(piece) + len(unchanged) < most:
-                block = self._blocks[self._at]
+            for block in self._blocks[self._at : self._at + limits.SLICE_BLOCK_COUNT]:
                 found = self._kept.pop(block, None)
                 if found is None:
                     found = self._take(block)

@@ -95,7 +95,7 @@ class WorkQueue:
 
     def finish(self) -> None:
         """Do all open and waiting works now."""
-        if self.is_busy:
+        if self._jobs:
             check(not self._is_running, "WK-1", "a work begins while another is under way")
             self.go_on(always)
 

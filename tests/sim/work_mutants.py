@@ -45,8 +45,8 @@ WORK_MUTANTS = (
         "a push that came before its range is wrong",
         "S15",
         "ps_server/ranges/server_machine.py",
-        "isinstance(event, PushEvent | SealEvent) and isinstance(event.problem, Recovering)",
-        "False",
+        "case PushEvent(problem=Recovering() as lost) | SealEvent(problem=Recovering() as lost):",
+        "case None as lost:",
         _SERVERS,
     ),
 )
