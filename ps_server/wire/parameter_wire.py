@@ -9,8 +9,7 @@ and a message of unusual form goes through the generated parser.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from google.protobuf.message import DecodeError, Message
 
@@ -56,8 +55,7 @@ _REPLY_KIND = {kind: getattr(parameters_pb2, f"REPLY_KIND_{kind.name}") for kind
 _OUTCOME = {outcome: getattr(parameters_pb2, f"OUTCOME_{outcome.name}") for outcome in Outcome}
 
 
-@dataclass(frozen=True, slots=True)
-class BlockFrame:
+class BlockFrame(NamedTuple):
     """A BlockPush without its payload, and the payload as it lies in the message that came."""
 
     block: parameters_pb2.BlockPush

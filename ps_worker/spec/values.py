@@ -122,8 +122,7 @@ def empty(shape: tuple[int, ...], dtype: DType) -> Array:
     return np.empty(shape, dtype=_NUMPY[dtype])
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """Elements `begin` to `end` (exclusive) of a table, and their shape for the caller."""
 
     begin: int
@@ -135,7 +134,7 @@ class Region:
         return self.end - self.begin
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ElementRun:
     """Elements `begin` to `end` of a table and their bytes."""
 

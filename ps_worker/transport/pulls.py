@@ -85,7 +85,7 @@ _Value = parameters_pb2.BlockValue | parameters_pb2.SharedValue
 _Placed = tuple[RangeId, parameters_pb2.SharedValue]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PullOrder:
     """A pull as its caller wants it; `deadline_s` is a moment of `ps_runtime.system.clock`."""
 

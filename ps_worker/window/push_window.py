@@ -36,7 +36,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -71,8 +71,7 @@ class BlockPlace(NamedTuple):
     block: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepTerms:
+class StepTerms(NamedTuple):
     """The terms of a step's seals, alike on all ranges.
 
     Attributes:
@@ -244,8 +243,7 @@ class SendSeal(NamedTuple):
     terms: StepTerms
 
 
-@dataclass(frozen=True, slots=True)
-class StepEnded:
+class StepEnded(NamedTuple):
     """Every entry of the step has its outcome.
 
     Attributes:
@@ -744,7 +742,7 @@ class PushWindow:
         # A seal that travelled with its push did not wait for the push's answer.
         is_skipped = step.skipped or (entries[0].carrier is not None and bool(step.invalid))
         if is_skipped and not terms.skip:
-            terms = replace(terms, skip=True, edit=b"", array="")
+            terms = terms._replace(skip=True, edit=b"", array="")
         for entry in entries:
             entry.state = _SENT
             entry.sent_s = now_s
