@@ -297,7 +297,7 @@ class RangeMachine:
         schedule = self.state.schedule
         if schedule.is_freed:
             return 0.0
-        gate_s = self._gate.wake_s if self.state.failure is None else None
+        gate_s = self._gate.aggregation.wake_s if self.state.failure is None else None
         cut_s = schedule.cut_deadline_s
         if gate_s is None or cut_s is None:
             return cut_s if gate_s is None else gate_s

@@ -55,7 +55,7 @@ class UpdateGate:
         self._records = Records(state)
         self._read_gate = read_gate
         self._scales = UpdateScales(state)
-        self._aggregation = Aggregation(state, self._records, self._scales)
+        self.aggregation = Aggregation(state, self._records, self._scales)
 
     def advance(self, worker: RangeWorker, now_s: float, out: list[Effect]) -> None:
         """Let the worker's seals take effect in turn, and form the updates that follow."""
@@ -123,7 +123,7 @@ class UpdateGate:
             if step.skip and self._state.schedule.is_bsp(step.clock):
                 self._depart(worker, step, out)
         if self._is_late(worker, step) and step.clock in worker.steps:
-            self._aggregation.discard(worker, step, out)
+            self.aggregation.discard(worker, step, out)
         return True
 
     def _step_problem(
@@ -199,7 +199,7 @@ class UpdateGate:
         self.leave_unsealed(worker, out)
         if not self._state.initialized:
             return
-        if self._aggregation.drop_orphan(out):
+        if self.aggregation.drop_orphan(out):
             self._go_on(self._state.clock, now_s, out)
         self._decide((), now_s, out)
         self._forget(worker, out)
@@ -253,7 +253,7 @@ class UpdateGate:
             for worker in moved:
                 self._record_sealed(worker, out)
             if state.schedule.is_bsp(clock + 1):
-                if not self._aggregation.form(now_s, out):
+                if not self.aggregation.form(now_s, out):
                     return
             else:
                 state.clock = state.schedule.up_to_bsp(clock, state.slowest_clock())
@@ -374,14 +374,10 @@ class UpdateGate:
         self._records.commit(record, out)
         del step.pushes[push.sequence]
 
-    @property
-    def wake_s(self) -> float | None:
-        """The time at which an update may form by itself; None: none waits for time."""
-        return self._aggregation.wake_s
-
     def tick(self, now_s: float, out: list[Effect]) -> None:
         """Form an update whose grace time is over."""
-        if self.wake_s is None or now_s < self.wake_s:
+        wake_s = self.aggregation.wake_s
+        if wake_s is None or now_s < wake_s:
             return
         before = self._state.record_count
         self._decide((), now_s, out)
@@ -399,7 +395,7 @@ class UpdateGate:
         for worker in self._state.workers.values():
             step = worker.steps.get(record.clock)
             if step is not None and record.clock <= worker.sealed_clock:
-                self._aggregation.discard(worker, step, out)
+                self.aggregation.discard(worker, step, out)
 
     def scale(
         self, event: ScaleEvent, worker: RangeWorker, now_s: float, out: list[Effect]
@@ -415,7 +411,7 @@ class UpdateGate:
         if record.blocks:
             out.append(Apply(record))
         self._records.count(record)
-        self._aggregation.pass_clock(record.clock)
+        self.aggregation.pass_clock(record.clock)
         self._go_on(record.clock, now_s, out)
 
     def _go_on(self, clock: int, now_s: float, out: list[Effect]) -> None:

@@ -119,8 +119,8 @@ class PushDriver:
         if self._failure is not None:
             return
         submit, count = partial(self._submit, table.table_id, clock), POLLED_COUNT
-        pieces = [bodies[at : at + count] for at in range(0, len(bodies), count)]
-        if len(pieces) > 1:
+        if len(bodies) > count:
+            pieces = (bodies[at : at + count] for at in range(0, len(bodies), count))
             self._handed.extend(partial(submit, piece) for piece in pieces)
         else:
             self._in_order(partial(submit, bodies))
@@ -208,7 +208,8 @@ class PushDriver:
                     MEASURES.resent_entries.labels(reply.error.code).inc()
                 for effect in self._window.reply(server, reply, came_s):
                     self._carry_out(effect)
-        self._pump_soon()
+        if self._window.has_steps:
+            self._pump_soon()
 
     # --- carrying out
 

@@ -329,6 +329,11 @@ class PushWindow:
         self._due_s = -math.inf
 
     @property
+    def has_steps(self) -> bool:
+        """True if a step has not ended; else there is nothing to send."""
+        return bool(self._steps)
+
+    @property
     def in_flight_bytes(self) -> int:
         """To all servers together. Any thread."""
         return sum(list(self._in_flight_bytes.values()))
