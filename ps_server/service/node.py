@@ -670,7 +670,6 @@ class ParameterNode:
         logs.error("table_failed", table_id=record.table_id, reason=failure.message)
         return effects
 
-    @carries_out
     def _reply_to(self, effects: Iterable[ReplyTo]) -> None:
         now_s = self.now()
         counts: dict[Outcome, int] = {}

@@ -150,7 +150,7 @@ class ClientConnection:
             self.waited_s += now_s() - began_s
         late: Ticket | None = None
         for ticket in waited:
-            if ticket.done():
+            if ticket.future.done():
                 ticket.future.result()
             else:
                 late = late or ticket
