@@ -36,7 +36,7 @@ PARALLEL := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 # has installed, whose warnings are not ours to heed. A PYTHON given on the command line goes before both.
 GPU_PYTHON = $(if $(filter command,$(firstword $(origin PYTHON)))$(if $(wildcard $(BIN)/python),,none),$(PYTHON),$(BIN)/python)
 
-.PHONY: help demo test thorough check checked-tests checked-seeds images protos protos-check reference image-lock lint format fuzz sim sim-seldom sim-mutants core-mutants chaos bench bench-check checkpoint-check lanes-check gpu-check system-deps test-system pods-check clean
+.PHONY: help demo test thorough check checked-tests checked-seeds images protos protos-check reference image-lock lint format fuzz sim sim-seldom sim-mutants core-mutants chaos chaos-mixed bench bench-check checkpoint-check lanes-check gpu-check system-deps test-system pods-check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -121,6 +121,9 @@ sim-mutants: $(READY) ## Put one deliberate bug after the other into the machine
 
 chaos: $(READY) ## Kill, pause and cut off real servers under load, for minutes (CHAOS='--kills 20 --json FILE')
 	@PYTHONPATH=.:protos $(BIN)/python -m tests.chaos $(CHAOS)
+
+chaos-mixed: $(READY) ## The same to tables of every kind, with update logs and checkpoints (CHAOS='--seconds 180 --seed 17')
+	@PYTHONPATH=.:protos $(BIN)/python -m tests.chaos.mixed $(CHAOS)
 
 core-mutants: export PYTHONPATH := .:protos
 core-mutants: $(READY) ## Put small faults into ps_core, one by one: do its tests find 90 % of them?

@@ -71,15 +71,17 @@ class WorkerNews:
 class ChaosWorkers:
     """The worker processes, and what they say; they are told to stop by `finish`."""
 
-    def __init__(self, launcher: Launcher, address: str, count: int) -> None:
+    def __init__(
+        self, launcher: Launcher, address: str, count: int, module: str = "tests.chaos.worker"
+    ) -> None:
         self._news = threading.Condition()
         self._said: dict[int, WorkerNews] = {}
         self._launcher = launcher
         self.count = count
         self.processes: list[RoleProcess] = []
         for rank in range(count):
-            command = worker_command(rank, address, ("counted", str(count)), {})
-            command = replace(command, module="tests.chaos.worker")
+            command = worker_command(rank, address, (str(count),), {})
+            command = replace(command, module=module)
             self._said[rank] = WorkerNews()
             self.processes.append(launcher.start(command))
 
@@ -174,9 +176,14 @@ class Chaos:
 
 @contextmanager
 def chaos(
-    shape: ClusterShape, network: Network | None, output: Path | None = None
+    shape: ClusterShape,
+    network: Network | None,
+    output: Path | None = None,
+    worker: str = "tests.chaos.worker",
 ) -> Iterator[Chaos]:
-    """A cluster whose workers are training; all of it ends with the block."""
+    """A cluster whose workers, processes of that module, are training; all of it ends with the
+    block.
+    """
     lines = Lines()
     hearers: list[ChaosWorkers] = []
 
@@ -192,7 +199,7 @@ def chaos(
         launcher = stack.enter_context(Launcher(on_line=on_line))
         cluster = ChaosCluster(launcher, shape, lines, network)
         try:
-            workers = ChaosWorkers(launcher, cluster.address, shape.worker_count)
+            workers = ChaosWorkers(launcher, cluster.address, shape.worker_count, worker)
             hearers.append(workers)
             workers.first_commits(time.monotonic(), _FIRST_STEPS_S)
             yield Chaos(cluster, workers, network)

@@ -104,6 +104,38 @@ class Faults:
             self._restart(server)
             self._quiet(quiet_s)
 
+    def restart(self) -> None:
+        """SIGTERM to any server; when it has ended another is started."""
+        self._restart(self._draw.choice(self.made.cluster.living))
+
+    def kill_and_return(self) -> None:
+        """SIGKILL; the server is started again with its update log."""
+        self.under_way = KILLED
+        cluster = self.made.cluster
+        victim = self._victim()
+        ranges = len(cluster.primary_of(victim))
+        cluster.kill(victim)
+        since_s = time.monotonic()
+        begun = cluster.begin_again(victim)
+        first_s = self.made.workers.first_commits(since_s, GOES_ON_S)
+        cluster.served(begun)
+        self._healed(KILLED, victim.process, ranges, since_s, first_s)
+
+    def kill_both(self) -> None:
+        """SIGKILL to the scheduler and any server; both are started again with what they wrote."""
+        self.under_way = SCHEDULER_KILLED
+        cluster = self.made.cluster
+        victim = self._draw.choice(cluster.living)
+        cluster.kill_scheduler()
+        cluster.kill(victim)
+        since_s = time.monotonic()
+        cluster.begin_scheduler_again()
+        begun = cluster.begin_again(victim)
+        cluster.scheduler_served()
+        first_s = self.made.workers.first_commits(since_s, GOES_ON_S)
+        cluster.served(begun)
+        self._healed(SCHEDULER_KILLED, victim.process, 0, since_s, first_s)
+
     def _restart(self, server: Served) -> None:
         self.under_way = RESTARTED
         cluster = self.made.cluster

@@ -1,4 +1,4 @@
-"""`python -m tests.chaos.worker NAME WORLD`: a worker that pushes and reads until SIGUSR1.
+"""`python -m tests.chaos.worker WORLD`: a worker that pushes and reads until SIGUSR1.
 
 Worker 0 begins a step when the one before is committed, so that its first commit after a fault
 tells when that was possible again; the others have several under way.
@@ -27,13 +27,13 @@ _BLOCK_COUNT = 24
 
 def main() -> None:
     """Run one worker."""
-    name, world = sys.argv[1], int(sys.argv[2])
+    world = int(sys.argv[1])
     die_with_parent_if_asked(os.environ)
     with ps.connect(request_deadline_s=120.0) as client:
         counted = Counted(world, _BLOCK_COUNT)
-        table = counted.create(client, name)
+        table = counted.create(client, "counted")
         load = Load(counted, client, table, in_flight=1 if client.rank == 0 else 4)
-        steps = _Steps()
+        steps = Steps()
         load.on_commit = steps.add
         signal.signal(signal.SIGUSR1, lambda *_: load.stop())
         reporting = threading.Thread(target=steps.report, daemon=True)
@@ -41,19 +41,19 @@ def main() -> None:
         try:
             taken = load.run()
         except (AssertionError, ps.PushpullError) as error:
-            _say(failure=f"{type(error).__name__}: {error}")
+            say(failure=f"{type(error).__name__}: {error}")
             client.close(leave=False)
             sys.exit(1)
         steps.end()
         reporting.join()
-        _say(taken=taken)
+        say(taken=taken)
         done = client.create_table("done", 1, optimizer=ps.SGD(lr=1.0))
         client.push_pull(done, [1.0])  # BSP: every worker has taken its last step
         found = counted.steps(client.pull(table))
-        _say(found=sorted(map(list, {tuple(row) for row in found.tolist()})))
+        say(found=sorted(map(list, {tuple(row) for row in found.tolist()})))
 
 
-class _Steps:
+class Steps:
     """Steps on their way to whoever reads what this process prints."""
 
     def __init__(self) -> None:
@@ -74,14 +74,15 @@ class _Steps:
             with self._lock:
                 times, self._times = self._times, []
             if times:
-                _say(steps=times)
+                say(steps=times)
 
     def end(self) -> None:
         """No more come."""
         self._over.set()
 
 
-def _say(**what: Any) -> None:
+def say(**what: Any) -> None:
+    """Tell the driver, in a line."""
     # In one write, because stdout is not buffered: a warning of another thread could come before
     # the line's end.
     sys.stdout.write(f"chaos {json.dumps(what, separators=(',', ':'))}\n")

@@ -29,8 +29,10 @@ class Counted:
         self.block_count = block_count
         self._weights = np.arange(block_count) % 7 + 1
 
-    def create(self, client: ps.Client, name: str, consistency: str = "asp") -> ps.TableHandle:
-        """The table, or the same once more."""
+    def create(
+        self, client: ps.Client, name: str, consistency: str = "asp", **options: Any
+    ) -> ps.TableHandle:
+        """The table, or the same once more; further `options` as of `create_table`."""
         return client.create_table(
             name,
             self.block_count * BLOCK,
@@ -38,6 +40,7 @@ class Counted:
             consistency=consistency,
             reduction="sum",
             block_elements=BLOCK,
+            **options,
         )
 
     def gradient(self, rank: int) -> npt.NDArray[np.float32]:
