@@ -191,17 +191,21 @@ class ReplicatedRanges:
 
     def serve(self) -> ClusterView:
         """See `Replication.serve`. The scheduler is asked at once to leave out the candidates of
-        ranges that are served from now on: nothing of them is released before.
+        ranges that are served from now on: nothing of them is released before. With an update log
+        it is asked when the log has them.
         """
         before = set(self.replication.primaries)
         view = self.replication.serve(self._now())
         taken = set(self.replication.primaries) - before
         if taken:
             logs.info("ranges_served", view=view.view_number, ranges=len(taken))
-            self._pacing.hurry()
-            self.keep_up()
-            self.ask(self.backup_requests)
+            self._ask_at_once()
         return view
+
+    def _ask_at_once(self) -> None:
+        self._pacing.hurry()
+        self.keep_up()
+        self.ask(self.backup_requests)
 
     @property
     def serves_within_s(self) -> float:
@@ -274,8 +278,11 @@ class ReplicatedRanges:
 
     @decides
     def _written(self, written: Written) -> None:
-        self.release(self.logged.written(written.numbers))
+        ranges = self.logged.written(written.numbers)
+        self.release(ranges)
         self.log_has_space()
+        if any(self.replication.primaries[range_id].log.candidates for range_id in ranges):
+            self._ask_at_once()
 
     def _encoding(self, record: LogRecord) -> Work[None]:
         """Encode a record: as messages if servers get it, else in pieces for the log."""

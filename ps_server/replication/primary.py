@@ -8,6 +8,9 @@ Rules:
     - The scheduler is asked to leave out a backup that was silent for a lease in which this server
       was not paused, one that makes no progress with unacknowledged records, whatever it grants,
       and the former primary's.
+    - The former primary's are left out only when the update log, if there is one, has all of the
+      range: until then the range comes back with the former primary's log. Values that are about to
+      come without a record are not waited for: they come only when no other server has any.
     - A server that is catching up counts when it is nearly there, so that it can catch up while
       steps go on; the scheduler is asked for it when it has all that anybody may have seen.
     - Until the scheduler has answered, with the requested set or another, both sets count.
@@ -253,6 +256,8 @@ class Primary:
         else:
             self._include()
             log = self.log
+            if log.candidates and not (log.is_logged or self._is_closed):
+                return None
             ready = {n for n in log.backups if log.acked_by(n) >= log.shown}
             wanted = ((self._configured | ready) & living) - log.candidates
             wanted = frozenset() if self._is_closed else wanted

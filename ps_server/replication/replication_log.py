@@ -233,6 +233,11 @@ class RangeLog:
         """True if the update log must be given a snapshot before records."""
         return self._written is not None and not self.is_written
 
+    @property
+    def is_logged(self) -> bool:
+        """True if the update log, if there is one, has all of the range up to some record."""
+        return self._written is None or self._written >= 0
+
     def begin_logged_snapshot(self) -> None:
         """A snapshot is on its way to the update log; records follow."""
         self.is_written = True

@@ -27,6 +27,10 @@ Rules:
       `placed_epoch` tells who held it, or comes with a log of it, that it is empty.
     - A primary's update log has everything that it committed. A server that has the log has its
       lock, so the old primary is dead, silent or not (SEMANTICS S13).
+    - A promoted backup that others hold the range beside has acknowledged nothing before its first
+      request is granted. Until then the range comes back with the former primary's log, too, and
+      with the log of whoever was promoted since, if it has the range under such a term: both have
+      all that was acknowledged.
     - A server catches up until the epoch ends or it leaves, silent or not, because it drops its
       values once it is not named, which the primary may not learn in time. Too many silent ones
       are therefore dropped under a new epoch, from which the primary begins again.
@@ -49,6 +53,7 @@ from scheduler.machine.state import (
     ClusterState,
     Counts,
     JoinersNamed,
+    LogSource,
     RangesFailedOver,
     RangesLost,
     RangesUnplaced,
@@ -99,14 +104,14 @@ class Configurations:
         """
         given: dict[NodeId, list[RangeId]] = {}
         for old in list(self._state.ranges):
-            has_all = claim.has(old) or old.range_id not in self._state.failed_over
-            if old.primary is None or old.primary == node.node_id or not has_all:
+            if old.primary is None or old.primary == node.node_id:
                 continue
-            before = self._state.members[old.primary].registration.update_log
-            if before is not None and before.log_id == claim.log_id:
+            since = self._given_since(old, old.primary, claim)
+            if since is not None:
                 new = replace(old, primary=node.node_id, backups=(), catching_up=(), is_lost=False)
                 is_empty = not claim.has(old)
                 self._commit(replace(new, initial_holders=(node.node_id,) if is_empty else ()))
+                self._state.log_sources[old.range_id] = LogSource(node.node_id, since)
                 given.setdefault(old.primary, []).append(old.range_id)
         return [
             RangesFailedOver(
@@ -114,6 +119,35 @@ class Configurations:
             )
             for lost, ranges in given.items()
         ]
+
+    def _given_since(
+        self, old: RangeAssignment, primary: NodeId, claim: UpdateLogClaim
+    ) -> AssignmentEpoch | None:
+        """The epoch since which the claimed log has all that was acknowledged of a range, however
+        little it has; None if it may lack something.
+        """
+        source = self._source(old, primary)
+        if self._had_log(source.node_id, claim):
+            has_all = claim.has(old, source.since) or old.range_id not in self._state.failed_over
+            return source.since if has_all else None
+        promoted_epoch = source.promoted_epoch
+        if promoted_epoch is None or not claim.has(old, promoted_epoch):
+            return None
+        is_of_one = any(self._had_log(node_id, claim) for node_id in old.in_sync)
+        return promoted_epoch if is_of_one else None
+
+    def _had_log(self, node_id: NodeId, claim: UpdateLogClaim) -> bool:
+        member = self._state.members.get(node_id)
+        before = None if member is None else member.registration.update_log
+        return before is not None and before.log_id == claim.log_id
+
+    def _source(self, assignment: RangeAssignment, primary: NodeId) -> LogSource:
+        found = self._state.log_sources.get(assignment.range_id)
+        return found or LogSource(primary, assignment.term)
+
+    def _source_id(self, assignment: RangeAssignment) -> NodeId | None:
+        found = self._state.log_sources.get(assignment.range_id)
+        return assignment.primary if found is None else found.node_id
 
     @property
     def living(self) -> set[NodeId]:
@@ -138,6 +172,7 @@ class Configurations:
             and not (
                 has_log
                 and r.range_id not in self._state.failed_over
+                and self._source_id(r) == node_id
                 and living.isdisjoint(r.in_sync)
             )
         )
@@ -169,6 +204,7 @@ class Configurations:
             is_full = len(kept) + len(added) >= self._backup_count
             joining = () if is_full else tuple(n for n in old.catching_up if n not in added)
             self._commit(replace(old, backups=tuple(sorted((*kept, *added))), catching_up=joining))
+            self._confirm(asked.range_id, primary)
             left_out.update(set(old.backups) - kept)
             let_in.update(added)
         others = {*refused, *missing}
@@ -181,6 +217,17 @@ class Configurations:
             ranges = self._state.ranges
             refused += [range_id for range_id in missing if ranges[range_id].primary == primary]
         return tuple(w.range_id for w in backup_requests if w.range_id in refused), transitions
+
+    def _confirm(self, range_id: RangeId, primary: NodeId) -> None:
+        """The primary may acknowledge something from now on."""
+        source = self._state.log_sources.get(range_id)
+        if source is None or source.promoted_epoch is None:
+            return
+        if source.node_id == primary:  # it was promoted again
+            self._state.log_sources[range_id] = replace(source, promoted_epoch=None)
+        else:
+            del self._state.log_sources[range_id]
+            self._state.failed_over.add(range_id)
 
     def _passed_on(self, primary: NodeId, range_ids: Sequence[RangeId]) -> list[Transition]:
         """Try other live backups where the primary is missing the values; the rest is lost. Where
@@ -209,6 +256,7 @@ class Configurations:
                 gone = replace(old, primary=None, backups=(), catching_up=(), is_lost=False)
                 self._commit(gone)
                 self._state.failed_over.discard(old.range_id)
+                self._state.log_sources.pop(old.range_id, None)
                 unplaced.setdefault(old.primary, []).append(old.range_id)
             elif not old.is_lost:
                 self._state.ranges[old.range_id] = replace(old, is_lost=True)
@@ -225,12 +273,17 @@ class Configurations:
         """
         has_values = self._state.range_bytes.get(assignment.range_id)
         is_awaited = self._may_come_back if has_values else self._is_member
+        if has_values and self._has_log(self._source_id(assignment)):
+            return False
         return not any(map(is_awaited, assignment.in_sync))
 
     def _may_come_back(self, node_id: NodeId) -> bool:
         """True if a server's values may still exist: it may live, or another may bring its log."""
-        has_log = self._state.members[node_id].registration.update_log is not None
-        return has_log or self._is_member(node_id)
+        return self._has_log(node_id) or self._is_member(node_id)
+
+    def _has_log(self, node_id: NodeId | None) -> bool:
+        member = None if node_id is None else self._state.members.get(node_id)
+        return member is not None and member.registration.update_log is not None
 
     def _is_member(self, node_id: NodeId) -> bool:
         return self._state.members[node_id].node.state.is_member
@@ -276,8 +329,14 @@ class Configurations:
                 others.append(old.primary)
             new = replace(old, primary=chosen, backups=tuple(sorted(others)), catching_up=())
             servers.move(old, new)
+            source = self._source(old, old.primary)
             self._commit(new)
-            self._state.failed_over.add(old.range_id)
+            if source.promoted_epoch is None:
+                promoted_epoch = self._state.ranges[old.range_id].assignment_epoch
+                source = replace(source, promoted_epoch=promoted_epoch)
+            self._state.log_sources[old.range_id] = source
+            if not new.backups:  # it has nobody to leave out, and asks for nothing
+                self._confirm(old.range_id, chosen)
             taken.setdefault(old.primary, {})[old.range_id] = chosen
         return [
             RangesFailedOver(

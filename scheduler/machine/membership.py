@@ -318,8 +318,11 @@ class Membership:
 
     def replaced(self, node: Node, request: Registration) -> list[Transition]:
         """Servers whose update log a registering one has, or has another in place of, are dead, and
-        leave. Nobody comes with a log that was replaced: its server counts as one without a log.
+        leave. They count as servers without a log from then on, if the log was replaced, or was
+        claimed: what it did not bring back is ended in it.
         """
+        claim = request.update_log
+        is_claimed = claim is not None and claim.timeline == self._settings.timeline
         reason = f"server node {node.node_id} came with its update log"
         transitions: list[Transition] = []
         for member in list(self._state.members.values()):
@@ -328,7 +331,7 @@ class Membership:
                 continue
             if other.state.is_member:
                 transitions += self._leave(other, reason)
-            if request.replaces_log(member.registration):
+            if is_claimed or request.replaces_log(member.registration):
                 left = self._state.members[other.node_id]
                 registration = replace(left.registration, update_log=None)
                 self._state.members[other.node_id] = replace(left, registration=registration)

@@ -179,13 +179,32 @@ class UpdateLogClaim:
     former_log_ids: tuple[bytes, ...] = ()
     assignment_epochs: tuple[AssignmentEpoch, ...] = ()
 
-    def has(self, assignment: RangeAssignment) -> bool:
-        """True if the log has the range, as it was placed last."""
+    def has(self, assignment: RangeAssignment, since: AssignmentEpoch | None = None) -> bool:
+        """True if the log has the range, as it was placed last, under the epoch `since` or a later
+        one.
+        """
         if assignment.range_id not in self.range_ids:
             return False
+        placed_epoch = assignment.placed_epoch
+        least = placed_epoch if since is None else max(placed_epoch, since)
         known = dict(zip(self.range_ids, self.assignment_epochs, strict=False))
-        assignment_epoch = known.get(assignment.range_id, assignment.placed_epoch)
-        return assignment_epoch >= assignment.placed_epoch
+        return known.get(assignment.range_id, least) >= least
+
+
+@dataclass(frozen=True, slots=True)
+class LogSource:
+    """The newest primary of a range that may have acknowledged anything: its update log has all of
+    the range, if it has something under `since` or a later epoch.
+
+    Attributes:
+        promoted_epoch: the epoch under which the first backup after it was promoted; None if it is
+            the primary. Whoever was promoted since has acknowledged nothing. If its log has
+            something under this epoch or a later one, that is all of the range, too.
+    """
+
+    node_id: NodeId
+    since: AssignmentEpoch
+    promoted_epoch: AssignmentEpoch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +276,8 @@ class Proposal:
 @dataclass(slots=True)
 class ClusterState:
     """Membership, tables, ownership and data sets. Dictionaries are in order of creation; `tables`
-    and `data_sets` are by run and name, and `runs` are those with a name. `range_bytes` (of
+    and `data_sets` are by run and name, and `runs` are those with a name. `log_sources` has those
+    that are not the primary, since it became the primary. `range_bytes` (of
     parameters), `range_memory_bytes` (that each holder may need) and `view_bytes` (of nodes and
     tables) are running sums, so that an event costs only what it adds.
     """
@@ -279,7 +299,8 @@ class ClusterState:
     withdrawals: dict[TableId, str] = field(default_factory=dict)  # reason of the last one
     joins_due: dict[TableId, list[Join]] = field(default_factory=dict)
     counted_joins: set[tuple[TableId, int]] = field(default_factory=set)  # ranks, in `view_bytes`
-    failed_over: set[RangeId] = field(default_factory=set)  # a backup took these over, ever
+    failed_over: set[RangeId] = field(default_factory=set)  # a backup serves these, or did
+    log_sources: dict[RangeId, LogSource] = field(default_factory=dict)
     has_formed: bool = False  # `server_count` servers were alive at once
     finished: bool = False
     view_bytes: int = 0

@@ -10,6 +10,7 @@ from tests.sim.mutation import Mutant
 
 _LOGS = ("logs",)
 _LOG = "ps_server/replication/replication_log.py"
+_PRIMARY = "ps_server/replication/primary.py"
 _SEGMENTS = "ps_server/update_log/segments.py"
 _LOGGED = "ps_server/update_log/logged_ranges.py"
 _STALL = "ps_server/update_log/disk_stall.py"
@@ -81,8 +82,24 @@ LOG_MUTANTS = (
         "a range is given to any log that has it",
         "S13",
         _CONFIGURATIONS,
-        "            if before is not None and before.log_id == claim.log_id:",
-        "            if before is not None:",
+        "        return before is not None and before.log_id == claim.log_id",
+        "        return before is not None",
+        _LOGS,
+    ),
+    Mutant(
+        "whoever was promoted is the last primary",
+        "S13",
+        _CONFIGURATIONS,
+        "        return found or LogSource(primary, assignment.term)",
+        "        return LogSource(primary, assignment.term)",
+        _LOGS,
+    ),
+    Mutant(
+        "a promoted backup serves before its log has the range",
+        "S13",
+        _PRIMARY,
+        "            if log.candidates and not (log.is_logged or self._is_closed):",
+        "            if False:",
         _LOGS,
     ),
     Mutant(

@@ -247,6 +247,8 @@ class Watch:
         before = self._lags.pop(key, None)
         if peer not in primary._configured or primary.log.acked_by(peer) >= primary.log.number:
             return
+        if peer in primary.log.candidates and not primary.log.is_logged:
+            return  # it waits for its update log, as whatever is seen of the range does (S13)
         logs = (each.log for each in primaries.values())
         acked = tuple(log.acked_by(peer) for log in logs if peer in log.backups)
         progress = _taken_bytes(server, peer), acked

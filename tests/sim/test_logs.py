@@ -17,10 +17,10 @@ from ps_core.errors import InvalidConfig, PushpullError, Recovering
 from ps_core.keys import NodeId, RangeId
 from ps_core.tables.table import Table
 from scheduler.machine.cluster import Decision
-from scheduler.machine.state import Registration, UpdateLogClaim
+from scheduler.machine.state import RangesFailedOver, Registration, Transition, UpdateLogClaim
 from tests.sim.calamities import Plan
 from tests.sim.logged import LoggedServer, SimLog, fresh_part
-from tests.sim.replicated import Place, ReplicatedServer
+from tests.sim.replicated import LEASE_S, Place, ReplicatedServer
 from tests.sim.stalls import StallingSimulation
 from tests.sim.test_simulation import WORKERS, run_seeds
 
@@ -32,6 +32,16 @@ AGAIN = 0.5
 REBOOTED = 0.3
 """Of those who come back where others have copies: their machines were started again."""
 AGAIN_AFTER_S = (0.2, 1.0, 5.0)
+CUT = 0.5
+"""Of the seeds: the power of all servers fails; their logs are synced."""
+CUT_AT_FAILOVER = 0.6
+"""Of these: after a backup was promoted."""
+CUT_AFTER_S = 2.0
+CUT_AGAIN = 0.4
+"""And again, while they come back."""
+CUT_AGAIN_AFTER_S = (0.5, 4.0, 12.0)
+CUT_TAKES_S = (0.0, 0.3, LEASE_S)
+"""At most, from the first server's death to the last one's."""
 MOST_REFUSALS = 30
 """Of one that comes back, a second apart: another may have its address until it is silent, which is
 found a lease after the scheduler was started again.
@@ -47,10 +57,12 @@ class LogSimulation(StallingSimulation):
         "came back without its ranges", "came back with its ranges", "gone",
         "killed again", "frames of the taken over", "disks stalled", "disks stalled for long",
         "disks crawled", "logs given up", "waited for a disk to come back",
+        "power cuts", "power cuts of replicas",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({"frames lost", "withheld ranges ended"})
     medians: ClassVar[dict[str, int]] = {"messages": 1_500, "servers restarted": 1}
     server_kind: ClassVar[type[LoggedServer]] = LoggedServer
+    may_cut: ClassVar[bool] = True
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self.next_log: SimLog | None = None
@@ -60,7 +72,12 @@ class LogSimulation(StallingSimulation):
         self._coming: set[LoggedServer] = set()
         """Servers that died, and come back."""
         self._least_in_sync = random.Random(f"in sync of {seed}").choice((1, 2))
+        self._cuts = random.Random(f"cuts of {seed}")
+        self._is_cut = self.may_cut and self._cuts.random() < CUT
+        self._is_cut_at_failover = self._is_cut and self._cuts.random() < CUT_AT_FAILOVER
         super().__init__(seed, narrate=narrate)
+        if self._is_cut and not self._is_cut_at_failover:
+            self.world.after(self._cuts.uniform(0.5, self.plan.calm_s), self._cut_power)
 
     @cached_property
     def plan(self) -> Plan:
@@ -88,7 +105,7 @@ class LogSimulation(StallingSimulation):
 
     def may_lose(self, server: ReplicatedServer, *, for_good: bool) -> bool:
         """Whoever is killed comes back. Where others have copies too it is one at a time, as
-        without logs: a range that was taken over is in no log before a base of it is.
+        without logs, unless all die: one that has a range alone may not have a base of it yet.
         """
         if self.plan.replica_count > 1:
             return super().may_lose(server, for_good=for_good)
@@ -101,6 +118,30 @@ class LogSimulation(StallingSimulation):
         after_s = self.world.draw.choice(WHILE_DEAD_S) * (0.5 + self.world.draw.random())
         self.world.after(after_s, lambda: self._come_with_log(dead))
 
+    def _happened(self, transition: Transition) -> None:
+        super()._happened(transition)
+        if isinstance(transition, RangesFailedOver) and self._is_cut_at_failover:
+            self._is_cut_at_failover = False
+            self.world.after(CUT_AFTER_S * self._cuts.random(), self._cut_power)
+
+    def _cut_power(self) -> None:
+        """All servers die, before the scheduler misses one of them, or as it does."""
+        if self.calamities.is_calm:
+            return
+        takes_s = self._cuts.choice(CUT_TAKES_S)
+        self.world.counts["power cuts"] += 1
+        self.world.counts["power cuts of replicas"] += self.plan.replica_count > 1
+        self.world.say(f"POWER CUT within {takes_s} s")
+        for server in self.living:
+            self.world.after(takes_s * self._cuts.random(), lambda s=server: self._lose_power(s))  # type: ignore[misc]
+        if self._cuts.random() < CUT_AGAIN:
+            after_s = self._cuts.choice(CUT_AGAIN_AFTER_S) * (0.5 + self._cuts.random())
+            self.world.after(after_s, self._cut_power)
+
+    def _lose_power(self, server: ReplicatedServer) -> None:
+        if not server.is_dead:
+            self.kill(server)
+
     def crash(self, server: ReplicatedServer) -> LoggedServer:
         """It is dead, and some of what was on its way to its log is not in it."""
         assert isinstance(server, LoggedServer)
@@ -112,7 +153,7 @@ class LogSimulation(StallingSimulation):
 
     def _reboots(self, log: SimLog) -> bool:
         """Whether its machine was started again: others have its ranges then."""
-        if self.plan.replica_count == 1 or self._boots.random() >= REBOOTED:
+        if self.plan.replica_count == 1 or self._boots.random() >= REBOOTED or self._is_cut:
             return False
         living = {server.node_id for server in self.living} - self.lost()
         kept = log.begins().keys() & {r.range_id for r in self.ranges_to_keep()}

@@ -710,7 +710,7 @@ class TestLeaving:
         with pytest.raises(errors.Recovering, match=words):
             check_kept(kept, second)
         kept.pass_time(SETTINGS.lease_s + 1.0, second)
-        taken_over = tuple(sorted(kept.cluster._state.failed_over))
+        taken_over = tuple(sorted(kept.cluster._state.log_sources))
         assert 0 < len(taken_over) < len(kept.cluster.view.ranges)
         assert kept.cluster.held_alone(second) == taken_over
 

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role
+from ps_core.cluster_view import (
+    BackupRequest,
+    ClusterView,
+    Node,
+    NodeState,
+    RangeAssignment,
+    Role,
+)
 from ps_core.errors import InvariantViolation
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, key_ranges
 from ps_core.sliced_work import Work, at_once
@@ -143,6 +150,27 @@ def test_a_range_that_is_taken_over_waits_for_its_base() -> None:
     at_once(server.logged.looking())
     assert server.paper.lines == [("snapshot", 0, 1)]
     assert server.says(record) == ["done"]
+
+
+def test_a_range_is_taken_over_when_the_log_has_it() -> None:
+    """Until then the former primary's log brings it back, if all servers die (S13)."""
+    server = Server()
+    server.see((OTHER, PLACED_EPOCH, (ME,)))
+    server.see((ME, epoch(3), (OTHER,)))
+    assert server.replication.backup_requests(0.0) == []
+    assert server.logged.written({(ZERO, epoch(3)): 0}) == [ZERO]
+    expected = BackupRequest(ZERO, epoch(3), frozenset())
+    assert server.replication.backup_requests(0.1) == [expected]
+
+
+def test_values_that_come_from_a_checkpoint_do_not_wait_for_the_log() -> None:
+    """They come only when no other server has any of the range, and the log has it after them."""
+    server = Server()
+    server.see((OTHER, PLACED_EPOCH, (ME,)))
+    server.see((ME, epoch(3), (OTHER,)), looks=False)
+    server.replication.close_only({ZERO})
+    (request,) = server.replication.backup_requests(0.0)
+    assert request.backups == frozenset()
 
 
 def test_the_word_of_another_tenure_says_nothing() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ps_core import errors
-from ps_core.cluster_view import NodeState, Role, Session
+from ps_core.cluster_view import BackupRequest, NodeState, Role, Session
 from ps_core.keys import AssignmentEpoch, RangeId
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.update_offer import UpdateOffer
@@ -39,7 +39,9 @@ class Logged(Harness):
         """A server with a log that has these."""
         timeline = fields.pop("timeline", SETTINGS.timeline)
         assert isinstance(timeline, bytes)
-        claim = UpdateLogClaim(log_id, timeline, range_ids)
+        epochs = fields.pop("epochs", ())
+        assert isinstance(epochs, tuple)
+        claim = UpdateLogClaim(log_id, timeline, range_ids, (), epochs)
         return self.join(Role.SERVER, update_log=claim, **fields)
 
 
@@ -57,6 +59,161 @@ def test_it_is_given_what_the_last_primary_with_that_log_had() -> None:
     assert f"server node {again.node_id} came with its update log" in left[0].reason
     for r in cluster.cluster.view.ranges:
         assert r.assignment_epoch == epochs[r.range_id] + (r.range_id in had)
+
+
+class PowerCut(Logged):
+    """Both servers die within a lease: the scheduler promotes the second, which is dead, too."""
+
+    def __init__(self) -> None:
+        super().__init__(replica_count=2)
+        self.had, self.others = self.of(self.first), self.of(self.second)
+        self.pass_time(1.0, self.second, self.worker)
+        self.promote()
+        assert self.of(self.second) == tuple(map(RangeId, range(RANGES)))
+
+    def promote(self) -> None:
+        while self.of(self.first):
+            self.pass_time(0.5, self.worker)
+
+    def configure(self, session: Session) -> None:
+        """A promoted server is given the configuration that it asks for; it may serve."""
+        ranges = [r for r in self.cluster.view.ranges if r.primary == session.node_id]
+        requests = [BackupRequest(r.range_id, r.assignment_epoch, frozenset()) for r in ranges]
+        decision = self.cluster.set_backups(session, requests)
+        assert decision.reply == ()
+        self.transitions += decision.transitions
+
+    def let_in(self, primary: Session, backup: Session) -> None:
+        """A server has joined all ranges of another anew."""
+        ranges = [r for r in self.cluster.view.ranges if r.primary == primary.node_id]
+        joined = frozenset({backup.node_id})
+        requests = [BackupRequest(r.range_id, r.assignment_epoch, joined) for r in ranges]
+        assert self.cluster.set_backups(primary, requests).reply == ()
+
+    def epochs(self, range_ids: tuple[RangeId, ...]) -> tuple[AssignmentEpoch, ...]:
+        ranges = self.cluster.view.ranges
+        return tuple(ranges[range_id].assignment_epoch for range_id in range_ids)
+
+
+class TestPowerCut:
+    """All servers of a replicated cluster die at once, and come back with their logs (S13)."""
+
+    @pytest.mark.parametrize("is_restarted", [False, True])
+    @pytest.mark.parametrize("is_silent", [False, True])
+    @pytest.mark.parametrize("is_first", [False, True])
+    def test_the_log_of_the_former_primary_brings_its_ranges_back(
+        self, is_restarted: bool, is_silent: bool, is_first: bool
+    ) -> None:
+        cut = PowerCut()
+        if is_silent:
+            cut.pass_time(4.0, cut.worker)
+        if is_restarted:
+            cut.start_again()
+        if is_first:
+            assert cut.of(cut.come(TWO, *cut.others)) == cut.others
+        again = cut.come(ONE, *cut.had)
+        assert cut.of(again) == cut.had
+        assert lost(cut) == []
+
+    def test_it_may_die_again(self) -> None:
+        """Its log may have nothing under its new epoch yet."""
+        cut = PowerCut()
+        epochs = tuple(AssignmentEpoch(each - 1) for each in cut.epochs(cut.had))
+        cut.second = cut.come(TWO, *cut.others)
+        cut.first = cut.come(ONE, *cut.had, epochs=epochs)
+        cut.let_in(cut.first, cut.second)
+        cut.pass_time(1.0, cut.second, cut.worker)
+        cut.promote()
+        cut.start_again()
+        assert cut.of(cut.come(ONE, *cut.had, epochs=epochs)) == cut.had
+
+    def test_ranges_begin_anew_of_which_that_log_has_nothing(self) -> None:
+        """Nobody has seen anything of them, though another was promoted."""
+        cut = PowerCut()
+        own = cut.come(TWO, *cut.others)
+        assert cut.of(own) == cut.others
+        again = cut.come(ONE)
+        assert cut.of(again) == cut.had
+        ranges = [r for r in cut.cluster.view.ranges if r.range_id in cut.had]
+        assert {r.initial_holders for r in ranges} == {(again.node_id,)}
+
+    def test_the_log_of_the_promoted_one_does_so_too(self) -> None:
+        """It may have a snapshot under its term, with all that was acknowledged."""
+        cut = PowerCut()
+        newer = cut.epochs(cut.had)
+        older = tuple(AssignmentEpoch(each - 1) for each in newer)
+        again = cut.come(TWO, *cut.had, epochs=newer)
+        assert cut.of(again) == tuple(sorted((*cut.had, *cut.others)))
+        assert cut.of(cut.come(ONE, *cut.had, epochs=older)) == ()
+
+    def test_the_log_of_the_promoted_one_may_have_an_earlier_term_only(self) -> None:
+        cut = PowerCut()
+        older = tuple(AssignmentEpoch(each - 1) for each in cut.epochs(cut.had))
+        assert cut.of(cut.come(TWO, *cut.had, epochs=older)) == cut.others
+        assert cut.of(cut.come(ONE, *cut.had, epochs=older)) == cut.had
+
+    def test_one_that_may_have_acknowledged_more_is_waited_for(self) -> None:
+        cut = PowerCut()
+        newer = cut.epochs(cut.had)
+        cut.configure(cut.second)
+        cut.start_again()
+        assert cut.of(cut.come(ONE, *cut.had, epochs=newer)) == ()
+        assert cut.of(cut.second) == tuple(map(RangeId, range(RANGES)))
+        everything = tuple(map(RangeId, range(RANGES)))
+        assert cut.of(cut.come(TWO, *everything)) == everything
+
+    @pytest.mark.parametrize("claims", [False, True])
+    def test_ranges_are_lost_that_the_only_log_lacks(self, *, claims: bool) -> None:
+        """Its server has come with it; one of other kernels claims nothing, and may come again."""
+        cut = PowerCut()
+        cut.configure(cut.second)
+        cut.pass_time(4.0, cut.worker)
+        cut.come(ONE, *cut.had)
+        assert lost(cut) == []
+        cut.come(TWO, *cut.others, timeline=SETTINGS.timeline if claims else b"")
+        assert lost(cut) == ([cut.had] if claims else [])
+
+    def test_the_log_of_one_that_had_left_is_waited_for(self) -> None:
+        """The others were promoted in its place, and have nothing."""
+        cluster = Harness(server_count=3, range_count=1, replica_count=3)
+        claims = [UpdateLogClaim(log_id) for log_id in (ONE, TWO, OTHER)]
+        servers = [cluster.join(Role.SERVER, update_log=claim) for claim in claims]
+        cluster.create(cluster.join(Role.WORKER))
+        (before,) = cluster.cluster.view.ranges
+        order = [next(s for s in servers if s.node_id == n) for n in before.in_sync]
+        logs = {s.node_id: claim.log_id for s, claim in zip(servers, claims, strict=True)}
+        cluster.leave(order[0])
+        (after,) = cluster.cluster.view.ranges
+        assert len(after.in_sync) == 2
+        cluster.pass_time(5.0)
+        for node_id in after.in_sync:
+            claim = UpdateLogClaim(logs[node_id], SETTINGS.timeline)
+            cluster.join(Role.SERVER, update_log=claim)
+        assert not cluster.cluster.view.ranges[0].is_lost
+        claim = UpdateLogClaim(logs[order[0].node_id], SETTINGS.timeline, (RangeId(0),))
+        again = cluster.join(Role.SERVER, update_log=claim)
+        assert cluster.cluster.view.ranges[0].primary == again.node_id
+
+    def test_one_that_nobody_has_to_leave_may_have_acknowledged_more(self) -> None:
+        """It asks for no configuration: it is alone, and serves."""
+        cluster = Logged(replica_count=2)
+        had = cluster.of(cluster.first)
+        cluster.leave(cluster.first)
+        assert cluster.of(cluster.second) == tuple(map(RangeId, range(RANGES)))
+        assert cluster.of(cluster.come(ONE, *had)) == ()
+
+    def test_a_log_without_the_end_of_an_earlier_term_is_of_no_use(self) -> None:
+        """It was to have one, when its server died, which had joined the range again since."""
+        cut = PowerCut()
+        cut.pass_time(0.5, cut.first, cut.second, cut.worker)
+        older = tuple(AssignmentEpoch(each - 1) for each in cut.epochs(cut.had))
+        cut.configure(cut.second)
+        cut.pass_time(0.5, cut.first, cut.second, cut.worker)
+        cut.let_in(cut.second, cut.first)
+        cut.pass_time(4.0, cut.first, cut.worker)
+        assert cut.of(cut.first) == tuple(map(RangeId, range(RANGES)))
+        cut.configure(cut.first)
+        assert cut.of(cut.come(ONE, *cut.had, epochs=older)) == ()
 
 
 def lost(cluster: Logged) -> list[tuple[RangeId, ...]]:
