@@ -184,7 +184,8 @@ def _edit(worker: SimWorker, truth: Truth, edit: Edit) -> Waits:
         grad = edit.grad(worker.rank, block, worker.incarnation)
         body = Body(grad, None, is_assign=True, is_eager=False)
         worker.window.submit(places[block], clock, body, byte_count=256)
-    if layout.settings.takes_edit(edit):
+    is_known = layout.settings.takes_edit(edit)
+    if is_known:
         truth.change(edit, worker.incarnation)
     ranges = list(table.blocks_by_range(layout.range_count))
     worker.window.seal(
@@ -198,6 +199,8 @@ def _edit(worker: SimWorker, truth: Truth, edit: Edit) -> Waits:
     yield lambda: (table_id, clock) in worker.ended
     ended = worker.ended[table_id, clock]
     is_taken = layout.settings.takes_edit(edit)
+    if is_taken and not is_known:  # a change of the setting was decided meanwhile
+        truth.change(edit, worker.incarnation)
     _check_refused(worker, edit, ended)
     assert ended.applied == is_taken or ended.discarded, (edit, ended)
     worker.world.counts["edits" if is_taken else "edits refused"] += 1
