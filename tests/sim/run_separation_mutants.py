@@ -151,7 +151,7 @@ RUN_SEPARATION_MUTANTS = (
         "an update log brings back what was there before a range was placed anew",
         "S13",
         "scheduler/machine/state.py",
-        "        return assignment_epoch >= assignment.placed_epoch\n",
+        "        return known.get(assignment.range_id, least) >= least\n",
         "        return True\n",
         _EMPTIED_LOGS,
     ),
