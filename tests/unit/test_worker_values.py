@@ -159,8 +159,8 @@ def test_settings_come_from_arguments_then_the_environment() -> None:
         ({"rank": -1}, "rank is -1"),
         ({"request_deadline_s": 0.0}, "request_deadline_s is 0"),
         ({"window_bytes": 0}, "window_bytes is 0"),
-        ({"outer_steps": -1}, "outer_steps is -1; expected 0 to 1,000,000"),
-        ({"outer_steps": 1_000_001}, "outer_steps is 1000001; expected"),
+        ({"outer_steps": -1}, "outer-steps is -1; expected a whole number, 0 or more"),
+        ({"outer_steps": 1_000_001}, "outer_steps is 1000001; expected 0 to 1,000,000"),
     ],
 )
 def test_a_wrong_client_setting_is_named(arguments: Any, message: str) -> None:
