@@ -230,8 +230,8 @@ class Configurations:
             self._state.failed_over.add(range_id)
 
     def _passed_on(self, primary: NodeId, range_ids: Sequence[RangeId]) -> list[Transition]:
-        """Try other live backups where the primary is missing the values; the rest is lost. Where
-        there are none, nobody has to be tried.
+        """Try other live backups where the primary is missing the values; the rest is lost, unless
+        a former primary's log may have it. Where there are none, nobody has to be tried.
         """
         servers = _Servers(self._state)
         servers.living.discard(primary)
@@ -240,7 +240,11 @@ class Configurations:
         lost = [
             r
             for r in range_ids
-            if not (held.get(r) and any(map(self._may_come_back, ranges[r].backups)))
+            if not held.get(r)
+            or not (
+                any(map(self._may_come_back, ranges[r].backups))
+                or (self._source_id(ranges[r]) != primary and self._has_log_of_source(ranges[r]))
+            )
         ]
         transitions = self._promoted(servers, [r for r in range_ids if r not in lost])
         return transitions + self._give_up(lost)
@@ -273,13 +277,17 @@ class Configurations:
         """
         has_values = self._state.range_bytes.get(assignment.range_id)
         is_awaited = self._may_come_back if has_values else self._is_member
-        if has_values and self._has_log(self._source_id(assignment)):
+        if has_values and self._has_log_of_source(assignment):
             return False
         return not any(map(is_awaited, assignment.in_sync))
 
     def _may_come_back(self, node_id: NodeId) -> bool:
         """True if a server's values may still exist: it may live, or another may bring its log."""
         return self._has_log(node_id) or self._is_member(node_id)
+
+    def _has_log_of_source(self, assignment: RangeAssignment) -> bool:
+        """True if a server may still come with the log of the range's last primary (S13)."""
+        return self._has_log(self._source_id(assignment))
 
     def _has_log(self, node_id: NodeId | None) -> bool:
         member = None if node_id is None else self._state.members.get(node_id)

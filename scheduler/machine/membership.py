@@ -476,7 +476,8 @@ class Membership:
     def _forget(self, ended: list[Node]) -> None:
         """Remove all but the newest of these, and those that the state still names."""
         state = self._state
-        named = state.holders.union(*(p.servers for p in state.proposals.values()))
+        sources = (source.node_id for source in state.log_sources.values())
+        named = state.holders.union(sources, *(p.servers for p in state.proposals.values()))
         for node in ended[: max(0, len(ended) - KEPT_COUNT)]:
             if node.node_id in named:
                 continue

@@ -13,6 +13,7 @@ from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.update_offer import UpdateOffer
 from pushpull.v1 import scheduler_pb2, types_pb2
 from scheduler.edge.requests import registration_of
+from scheduler.machine.membership import KEPT_COUNT
 from scheduler.machine.state import NodeLeft, RangesFailedOver, RangesLost, UpdateLogClaim
 from tests.unit.cluster_harness import SETTINGS, SPEC, Harness, asking, refused
 
@@ -173,27 +174,6 @@ class TestPowerCut:
         cut.come(TWO, *cut.others, timeline=SETTINGS.timeline if claims else b"")
         assert lost(cut) == ([cut.had] if claims else [])
 
-    def test_the_log_of_one_that_had_left_is_waited_for(self) -> None:
-        """The others were promoted in its place, and have nothing."""
-        cluster = Harness(server_count=3, range_count=1, replica_count=3)
-        claims = [UpdateLogClaim(log_id) for log_id in (ONE, TWO, OTHER)]
-        servers = [cluster.join(Role.SERVER, update_log=claim) for claim in claims]
-        cluster.create(cluster.join(Role.WORKER))
-        (before,) = cluster.cluster.view.ranges
-        order = [next(s for s in servers if s.node_id == n) for n in before.in_sync]
-        logs = {s.node_id: claim.log_id for s, claim in zip(servers, claims, strict=True)}
-        cluster.leave(order[0])
-        (after,) = cluster.cluster.view.ranges
-        assert len(after.in_sync) == 2
-        cluster.pass_time(5.0)
-        for node_id in after.in_sync:
-            claim = UpdateLogClaim(logs[node_id], SETTINGS.timeline)
-            cluster.join(Role.SERVER, update_log=claim)
-        assert not cluster.cluster.view.ranges[0].is_lost
-        claim = UpdateLogClaim(logs[order[0].node_id], SETTINGS.timeline, (RangeId(0),))
-        again = cluster.join(Role.SERVER, update_log=claim)
-        assert cluster.cluster.view.ranges[0].primary == again.node_id
-
     def test_one_that_nobody_has_to_leave_may_have_acknowledged_more(self) -> None:
         """It asks for no configuration: it is alone, and serves."""
         cluster = Logged(replica_count=2)
@@ -214,6 +194,64 @@ class TestPowerCut:
         assert cut.of(cut.first) == tuple(map(RangeId, range(RANGES)))
         cut.configure(cut.first)
         assert cut.of(cut.come(ONE, *cut.had, epochs=older)) == ()
+
+
+class Three(Harness):
+    """Three servers that keep logs and hold one range; its primary has left, as it was told to."""
+
+    def __init__(self) -> None:
+        super().__init__(server_count=3, range_count=1, replica_count=3)
+        claims = [UpdateLogClaim(log_id) for log_id in (ONE, TWO, OTHER)]
+        servers = [self.join(Role.SERVER, update_log=claim) for claim in claims]
+        self.create(self.join(Role.WORKER))
+        (before,) = self.cluster.view.ranges
+        self.left, *self.others = (
+            next(s for s in servers if s.node_id == node_id) for node_id in before.in_sync
+        )
+        self._logs = {s.node_id: claim.log_id for s, claim in zip(servers, claims, strict=True)}
+        self.leave(self.left)
+
+    def come_back(self, session: Session, *range_ids: RangeId) -> Session:
+        """With the session's log, which has these."""
+        claim = UpdateLogClaim(self._logs[session.node_id], SETTINGS.timeline, range_ids)
+        return self.join(Role.SERVER, update_log=claim)
+
+    @property
+    def comes_back_whole(self) -> bool:
+        """Whether the log of the one that left is given the range, which is not lost before."""
+        is_lost = self.cluster.view.ranges[0].is_lost
+        again = self.come_back(self.left, RangeId(0))
+        return not is_lost and self.cluster.view.ranges[0].primary == again.node_id
+
+
+class TestLogOfOneThatLeft:
+    """The others are promoted in its place, and their logs have nothing."""
+
+    def test_it_is_waited_for(self) -> None:
+        cluster = Three()
+        cluster.pass_time(5.0)
+        for each in cluster.others:
+            cluster.come_back(each)
+        assert cluster.comes_back_whole
+
+    def test_it_is_waited_for_when_the_promoted_one_misses_the_range(self) -> None:
+        cluster = Three()
+        (after,) = cluster.cluster.view.ranges
+        promoted, other = sorted(cluster.others, key=lambda s: s.node_id != after.primary)
+        cluster.come_back(other)
+        (now,) = cluster.cluster.view.ranges
+        missing = BackupRequest(RangeId(0), now.assignment_epoch, frozenset(), True)
+        cluster.cluster.set_backups(promoted, [missing])
+        assert cluster.comes_back_whole
+
+    def test_it_is_waited_for_however_many_servers_leave_meanwhile(self) -> None:
+        cluster = Three()
+        cluster.pass_time(5.0)
+        for each in cluster.others:
+            cluster.come_back(each)
+        for _ in range(KEPT_COUNT + 5):
+            cluster.come_back(cluster.others[0])
+        assert cluster.comes_back_whole
 
 
 def lost(cluster: Logged) -> list[tuple[RangeId, ...]]:
