@@ -577,8 +577,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def _committed(
         self, session: Session, request: pb.SetConsistencyRequest, deadline_s: float
     ) -> TableChange:
-        """The requested change, once committed. After `deadline_s` its proposal is withdrawn,
-        unless it is decided, or another caller's that may wait longer.
+        """The requested change, once committed. It is proposed again if it is withdrawn before
+        `deadline_s`, as when a server is lost that had to prepare it. After that its proposal is
+        withdrawn, unless it is decided, or another caller's that may wait longer.
         """
         wanted = ChangeRequest(
             request.table_name,
@@ -598,7 +599,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             if isinstance(found, TableChange):
                 return found
             if isinstance(found, Withdrawn):
-                raise WaitExpired(found.reason)
+                if clock.now_s() >= deadline_s:
+                    raise WaitExpired(found.reason)
+                number = 0
+                continue
             if self._is_closed:
                 raise Draining(f"{_STOPPING}; {found.reason}")
             number = found.number

@@ -20,6 +20,7 @@ from tests.integration.lane_cluster import Served
 GOES_ON_S = 60.0
 HEALS_S = 90.0
 _PROBED_S = 0.1
+_WHILE_S = 4.0
 
 KILLED = "SIGKILL"
 SCHEDULER_KILLED = "scheduler SIGKILL"
@@ -119,6 +120,20 @@ class Faults:
         begun = cluster.begin_again(victim)
         first_s = self.made.workers.first_commits(since_s, GOES_ON_S)
         cluster.served(begun)
+        self._healed(KILLED, victim.process, ranges, since_s, first_s)
+
+    def kill_for_a_while(self) -> None:
+        """SIGKILL; the others go on alone for some leases, and then another server comes."""
+        self.under_way = KILLED
+        cluster = self.made.cluster
+        victim = self._victim()
+        ranges = len(cluster.primary_of(victim))
+        cluster.kill(victim)
+        since_s = time.monotonic()
+        first_s = self.made.workers.first_commits(since_s, GOES_ON_S)
+        self.made.cluster.healed(HEALS_S)
+        self._quiet(_WHILE_S)
+        cluster.served(cluster.begin())
         self._healed(KILLED, victim.process, ranges, since_s, first_s)
 
     def kill_both(self) -> None:

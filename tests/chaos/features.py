@@ -5,9 +5,11 @@ A step that is lost, done twice or torn is seen, wherever it was.
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +26,9 @@ _CHECKED_EVERY = 16
 _IN_FLIGHT = 3
 _NEAR = 1e-4
 _MOST_STEPS = 100_000
+_SETTINGS = ("bsp", "ssp:1", "ssp:4", "asp")
+_CHANGED_EVERY_S = 1.0
+_READ_EVERY_S = 0.1
 
 
 class Feature(Protocol):
@@ -49,10 +54,12 @@ class Feature(Protocol):
 class CountedTable:
     """A dense table; each step adds to its worker's elements."""
 
-    def __init__(self, client: ps.Client, world: int, consistency: str, **options: Any) -> None:
+    def __init__(
+        self, client: ps.Client, world: int, consistency: str, name: str = "", **options: Any
+    ) -> None:
         self._counted = Counted(world, _BLOCK_COUNT)
         self._client = client
-        name = f"counted {consistency}"
+        name = name or f"counted {consistency}"
         self.table = self._counted.create(client, name, consistency, **options)
         self.paces = consistency != "asp"
         is_alone = client.rank == 0 and not self.paces
@@ -73,6 +80,34 @@ class CountedTable:
         """The numbers of steps of each worker that its blocks have; one if all have the same."""
         steps = self._counted.steps(self._client.pull(self.table))
         return sorted(map(list, {tuple(row) for row in steps.tolist()}))
+
+
+class ChangedTable(CountedTable):
+    """A dense table whose consistency worker 0 changes again and again."""
+
+    def __init__(self, client: ps.Client, world: int) -> None:
+        super().__init__(client, world, "bsp", "counted changed")
+        self._draws = random.Random(0)
+        self._over = threading.Event()
+
+    def run(self) -> object:
+        if self._client.rank:
+            return super().run()
+        with ThreadPoolExecutor(1) as thread:
+            changing = thread.submit(self._change)
+            try:
+                super().run()
+            finally:
+                self._over.set()
+            return changing.result()
+
+    def _change(self) -> None:
+        while not self._over.wait(_CHANGED_EVERY_S):
+            self._client.set_consistency(self.table, self._draws.choice(_SETTINGS))
+
+    def stop_after(self, last: int) -> None:
+        self._over.set()
+        super().stop_after(last)
 
 
 class Twin:
@@ -221,11 +256,43 @@ def every_feature(client: ps.Client, world: int) -> dict[str, Feature]:
         f"counted {setting}": CountedTable(client, world, setting)
         for setting in ("asp", "ssp:3", "bsp")
     }
+    made["counted changed"] = ChangedTable(client, world)
     made["counted bf16"] = CountedTable(client, world, "ssp:2", push_codec="bf16")
     made |= {name: TwinTable(client, world, name) for name in TWINS}
     for setting in ("asp", "ssp:2", "bsp"):
         made[f"rows {setting}"] = RowTable(client, world, setting)
     return made
+
+
+class Reader:
+    """A reader that pulls a table again and again, on a thread, until `finish`."""
+
+    def __init__(self, address: str, world: int) -> None:
+        self._address, self._counted = address, Counted(world, _BLOCK_COUNT)
+        self._over = threading.Event()
+        self._thread = ThreadPoolExecutor(1)
+        self._reading = self._thread.submit(self._read)
+
+    def _read(self) -> int:
+        read_count, seen = 0, np.zeros((_BLOCK_COUNT, self._counted.world), np.int64)
+        with ps.connect(self._address, role="reader", request_deadline_s=120.0) as client:
+            table = client.table("counted bsp")
+            while not self._over.wait(_READ_EVERY_S):
+                found = self._counted.steps(client.pull(table))
+                assert np.all(found >= seen), "a read takes back what another one showed"
+                read_count, seen = read_count + 1, found
+        return read_count
+
+    def check(self) -> None:
+        """It still reads; else what it found is raised."""
+        if self._reading.done():
+            self._reading.result()
+
+    def finish(self) -> int:
+        """The number of its reads."""
+        self._over.set()
+        with self._thread:
+            return self._reading.result()
 
 
 def check_restored(client: ps.Client, world: int) -> dict[str, int]:

@@ -21,7 +21,7 @@ from ps_core.errors import PushpullError
 from ps_runtime.launch.cluster_shape import CheckpointPlan, ClusterShape, UpdateLogPlan
 from tests.chaos.cluster import REPLICAS, Chaos, chaos
 from tests.chaos.faults import Faults
-from tests.chaos.features import check_restored
+from tests.chaos.features import Reader, check_restored
 from tests.integration.replicated_cluster import replicated_cluster
 
 _QUIET_S = 1.0
@@ -59,7 +59,9 @@ def shape_of(given: argparse.Namespace, folder: Path) -> ClusterShape:
     )
 
 
-def strike(made: Chaos, draw: random.Random, seconds: float, say: Callable[[str], None]) -> None:
+def strike(
+    made: Chaos, reader: Reader, draw: random.Random, seconds: float, say: Callable[[str], None]
+) -> None:
     """Fault after fault, each when all have recovered from the one before."""
     faults = Faults(made, draw, say)
     kinds: dict[str, Callable[[], None]] = {
@@ -67,6 +69,7 @@ def strike(made: Chaos, draw: random.Random, seconds: float, say: Callable[[str]
         "a server is killed, and starts again": faults.kill_and_return,
         "a server is paused": lambda: faults.pause(_PAUSED_S),
         "a server is told to stop, and another one comes": faults.restart,
+        "a server is killed, and nobody comes for a while": faults.kill_for_a_while,
         "the scheduler is killed": lambda: faults.kill_scheduler(_QUIET_S),
         "the scheduler and a server are killed": faults.kill_both,
     }
@@ -76,6 +79,7 @@ def strike(made: Chaos, draw: random.Random, seconds: float, say: Callable[[str]
         say(kind)
         kinds[kind]()
         made.workers.check()
+        reader.check()
 
 
 def run(given: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> None:
@@ -84,8 +88,12 @@ def run(given: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> 
     draw = random.Random(given.seed)
     with chaos(shape, None, given.log, "tests.chaos.mixed_worker") as made:
         made.cluster.healed()
-        strike(made, draw, given.seconds, say)
-        say("the workers come to their end")
+        reader = Reader(made.cluster.address, shape.worker_count)
+        try:
+            strike(made, reader, draw, given.seconds, say)
+        finally:
+            read_count = reader.finish()
+        say(f"a reader has read {read_count} times; the workers come to their end")
         taken, found = made.workers.finish(_ENDS_S)
         assert all(each == [taken] for each in found), f"{taken} steps were taken, found: {found}"
     if not given.no_checkpoints:

@@ -269,6 +269,32 @@ def test_a_change_that_is_decided_and_not_yet_made_says_so_at_its_deadline() -> 
     with_scheduler(test)
 
 
+def proposed_number(view: ClusterView) -> int:
+    """Of the change of the first table that is proposed; 0: none is."""
+    proposed = view.tables[0].proposed
+    return 0 if proposed is None else proposed.number
+
+
+def test_a_change_is_proposed_again_when_a_server_that_had_to_prepare_it_leaves() -> None:
+    async def test(scheduler: Running) -> None:
+        servers = [await scheduler.join(Role.SERVER) for _ in range(2)]
+        worker, _ = [await scheduler.join(Role.WORKER) for _ in range(2)]
+        await scheduler.create(worker)
+        wanted = scheduler_pb2.SetConsistencyRequest(
+            session=worker,
+            table_name=SPEC.name,
+            consistency=wire.consistency_to_proto(parsed("asp")),
+        )
+        call = asyncio.ensure_future(scheduler.stub.SetConsistency(wanted, timeout=DEADLINE_S))
+        await scheduler.view_where(worker, lambda view: proposed_number(view) == 1)
+        await scheduler.leave(servers[0])
+        await scheduler.view_where(worker, lambda view: proposed_number(view) == 2)
+        assert not call.done()
+        call.cancel()
+
+    with_scheduler(test, replica_count=2)
+
+
 def test_a_creation_that_waited_in_vain_says_for_whom_before_its_deadline() -> None:
     async def test(scheduler: Running) -> None:
         worker = await scheduler.join(Role.WORKER)
