@@ -263,9 +263,10 @@ class _Membership:
                     f"server {link.session.node_id} ends: what it decided could not be done "
                     f"({type(node.health.failure).__name__}: {node.health.failure})"
                 ) from node.health.failure
-        if link.fenced_by is not None:
+        if link.fenced_by is not None and not (link.is_leaving and type(link.fenced_by) is Fenced):
             raise link.fenced_by
-        logs.info("finished", reason="all workers have left")
+        reason = "told to stop" if link.is_leaving else "all workers have left"
+        logs.info("finished", reason=reason)
 
     async def _register(self, metrics: ServerMetrics) -> None:
         """Recover the update log, register, and make the node."""
@@ -447,6 +448,7 @@ class _Membership:
         """Leave on SIGTERM when nothing is lost by that, on SIGINT at once."""
         number = await asyncio.shield(self._stop)
         logs.info("told_to_stop", signal=number.name)
+        self._link.is_leaving = True
         self._server.set_unready("told to stop")
         if number == signal.SIGTERM:
             await until_kept(self._link, clock.now_s() + self._settings.drain_grace_s)

@@ -74,6 +74,8 @@ class SchedulerLink:
         progress: returns the node's progress for each heartbeat.
         last_scheduler_contact_s: time of the scheduler's last answer, by `clock.now_s`.
         is_stopped_here: this process stops the cluster: a scheduler that is away is no news.
+        is_leaving: this node was told to stop: that it is no member any more is no news, and may be
+            heard before the answer to its farewell.
     """
 
     def __init__(self, addresses: Addresses, answer: scheduler_pb2.RegisterNodeResponse) -> None:
@@ -95,14 +97,13 @@ class SchedulerLink:
         self.progress: Callable[[], scheduler_pb2.NodeProgress] = scheduler_pb2.NodeProgress
         self.last_scheduler_contact_s = clock.now_s()
         self.is_stopped_here = False
+        self.is_leaving = False
         self.identity = answer.session
         self._heartbeat_interval_s = answer.heartbeat_interval_ms / 1000
         self._addresses = addresses
         self._is_away = False
         self._is_closed = False
         self._has_left = False
-        self._fenced_while_leaving: PushpullError | None = None
-        self._is_leaving = False  # the scheduler may have taken the farewell
         self._waits = ViewWaits()
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
@@ -299,14 +300,7 @@ class SchedulerLink:
         farewell = scheduler_pb2.DeregisterNodeRequest(
             session=self.identity, reason=reason, only_if_kept=True
         )
-        self._is_leaving = True
-        try:
-            await answer_of(self._addresses.stub().DeregisterNode(farewell, timeout=timeout_s))
-        except PushpullError:
-            self._is_leaving = False
-            if self._fenced_while_leaving is not None:  # the answer was lost, perhaps
-                self._fence(self._fenced_while_leaving)
-            raise
+        await answer_of(self._addresses.stub().DeregisterNode(farewell, timeout=timeout_s))
         self._has_left = True
         await self._end_tasks()
         logs.info("deregistered", reason=reason)
@@ -428,11 +422,9 @@ class SchedulerLink:
     def _fence(self, error: PushpullError) -> None:
         if self.fenced_by is not None:
             return
-        if self._is_leaving and isinstance(error, Fenced):  # by its own farewell, perhaps
-            self._fenced_while_leaving = error
-            return
         self.fenced_by = error
-        logs.error("fenced", node_id=self.session.node_id, error=error.message)
+        say = logs.info if self.is_leaving and isinstance(error, Fenced) else logs.error
+        say("fenced", node_id=self.session.node_id, error=error.message)
         self.fenced.set()
         for callback in tuple(self.on_fenced):
             callback(error)

@@ -300,6 +300,11 @@ class ServerMachine:
         )
         return (*undecided, *outcomes.values())
 
+    def has_blocks_in(self, table_id: TableId, range_ids: Sequence[RangeId]) -> bool:
+        """True if a table has blocks in one of these ranges, here or not."""
+        by_range = self._tables[table_id].blocks_by_range(self.total_range_count)
+        return any(range_id in by_range for range_id in range_ids)
+
     # --- changes that are decided without the scheduler, or before it knows
 
     def _deciding(self, table_id: TableId) -> RangeMachine | None:

@@ -274,12 +274,19 @@ class OutputCommit:
         """Prepared changes that the backups know of.
 
         Empty while a promoted range waits for its lease, since it may have reached a later clock;
-        and while a candidate, which knows of no such change, may be made primary in this place.
+        and while a candidate, which knows of no such change, may be made primary in this place. Of
+        tables that have blocks in a missing range, only outcomes: that range may be beyond, too.
         """
         if self._replication.waits or self._replication.has_candidates:
             return ()
         untold = {table_id for table_id, _ in self._untold}
-        return tuple(p for p in self._machine.prepared_changes if p.table_id not in untold)
+        prepared = [p for p in self._machine.prepared_changes if p.table_id not in untold]
+        missing = self._replication.missing if prepared else ()
+        return tuple(
+            p
+            for p in prepared
+            if p.outcome is not None or not self._machine.has_blocks_in(p.table_id, missing)
+        )
 
     def outcome(self, table_id: TableId, number: int) -> ChangeResult | None:
         """Outcome of a change, if its deciding range is here and the backups know it; None: open.

@@ -456,39 +456,6 @@ def test_a_farewell_brings_the_last_progress_and_ends_the_membership() -> None:
     run(main())
 
 
-class LateFarewells(SchedulerServicer):
-    """The answers to farewells wait until somebody says so."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.has_decided, self.answers = asyncio.Event(), asyncio.Event()
-
-    async def DeregisterNode(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
-        answer = await super().DeregisterNode(request, context)
-        self.has_decided.set()
-        await self.answers.wait()
-        return answer
-
-
-def test_who_has_left_is_not_fenced_by_what_comes_before_the_answer_to_its_farewell() -> None:
-    async def main() -> None:
-        scheduler = Scheduler()
-        given = Decision(scheduler.cluster), SchedulerMetrics(new_registry()), SECRET.encode()
-        servicer = scheduler.servicer = LateFarewells(*given)
-        async with served(scheduler) as address, linked(address, register=SERVER) as link:
-            leaving = asyncio.create_task(link.deregister_if_kept("it stops", DEADLINE_S))
-            await servicer.has_decided.wait()
-            beat = scheduler_pb2.HeartbeatRequest(session=link.identity)
-            with pytest.raises(Fenced, match="has left the cluster"):
-                await link.call("Heartbeat", beat, "a heartbeat", clock.now_s() + DEADLINE_S)
-            servicer.answers.set()
-            await leaving
-            assert link.fenced_by is None
-            assert not link.fenced.is_set()
-
-    run(main())
-
-
 def has_left(view: ClusterView, node_id: NodeId) -> bool:
     return view.nodes_by_id[node_id].state is NodeState.LEFT
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
+from dataclasses import replace
+from typing import Any
 
 import grpc
 import numpy as np
@@ -11,11 +14,59 @@ import pytest
 import ps_worker as ps
 from ps_runtime.launch.cluster_shape import ClusterShape
 from ps_runtime.launch.launcher import READY_DEADLINE_S, Launcher, start_scheduler, start_servers
+from ps_runtime.observe.metrics import SchedulerMetrics, new_registry
 from ps_runtime.system.clock import now_s
 from pushpull.v1 import parameters_pb2
+from scheduler.edge.servicer import SchedulerServicer
+from scheduler.machine.cluster import Decision
 from tests.integration.raw_wire import Wire, refused
+from tests.integration.test_runtime_scheduler_link import SETTINGS as LINK_SETTINGS
+from tests.integration.test_runtime_scheduler_link import Scheduler, run, served
+from tests.joining import SECRET
 
 STARTED_S = 20.0
+SETTINGS = replace(LINK_SETTINGS, worker_count=1)
+
+
+class LateFarewells(SchedulerServicer):
+    """The answers to farewells wait until somebody says so."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.has_decided, self.answers = asyncio.Event(), asyncio.Event()
+
+    async def DeregisterNode(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
+        answer = await super().DeregisterNode(request, context)
+        self.has_decided.set()
+        await self.answers.wait()
+        return answer
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_has_left_ends_well_whatever_it_hears_first(number: signal.Signals) -> None:
+    """Its next heartbeat is told that it is no member before its farewell is answered."""
+    shape = ClusterShape(server_count=1, worker_count=1)
+
+    async def main(launcher: Launcher) -> None:
+        scheduler = Scheduler(SETTINGS)
+        given = Decision(scheduler.cluster), SchedulerMetrics(new_registry()), SECRET.encode()
+        servicer = scheduler.servicer = LateFarewells(*given)
+        async with served(scheduler) as address:
+            (server,) = start_servers(launcher, shape, address)
+            await asyncio.to_thread(launcher.wait_ready, server)
+            server.send(number)
+            await asyncio.wait_for(servicer.has_decided.wait(), STARTED_S)
+            ended = await asyncio.to_thread(server.wait, STARTED_S)
+            servicer.answers.set()
+            assert ended is not None
+            assert ended.how == "exit code 0"
+            assert not [line for line in server.recent_lines if " error " in line]
+
+    with Launcher() as launcher:
+        run(main(launcher))
+
+
 GRACE_S = 5.0  # drain_grace_s: a server that waited for its streams would take all of it
 
 

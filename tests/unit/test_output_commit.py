@@ -9,7 +9,7 @@ from functools import partial
 from ps_core.change import TableChange
 from ps_core.cluster_view import ClusterView
 from ps_core.consistency import parsed
-from ps_core.keys import AssignmentEpoch, Incarnation
+from ps_core.keys import AssignmentEpoch, Incarnation, RangeId
 from ps_core.sliced_work import Work, at_once
 from ps_server.ranges.events import (
     Effect,
@@ -81,6 +81,17 @@ def test_what_could_be_told_to_nobody_is_promised_when_it_came_with_something_el
     server.output.release(0.0, [RANGE])
     server.see(view(4, (3, ONE, (TWO,), ())))
     assert list(server.output.prepared_changes) == [PreparedChange(TABLE.table_id, 1, 0)]
+
+
+def test_nothing_is_promised_of_a_table_that_has_blocks_in_a_missing_range() -> None:
+    """Whoever comes with that range may have reached a later clock."""
+    server, other = Server(min_in_sync=1), RangeId(1)
+    server.see(view(1, (2, ONE, (), ()), (2, TWO, (ONE,), ())))
+    assert list(server.output.prepared_changes) == [PreparedChange(TABLE.table_id, 1, 0)]
+    server.replication.leave(other)
+    server.see(view(2, (2, ONE, (), ()), (3, ONE, (), ())))
+    assert server.replication.missing == (other,)
+    assert not list(server.output.prepared_changes)
 
 
 def test_who_joins_again_is_given_what_was_promised_while_nobody_listened() -> None:
