@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import subprocess
-import time
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -16,8 +14,6 @@ from ps_runtime.system.capacity import usable_core_count
 
 QUIET_LOAD = 0.5
 """Above this 1-minute load average, other work shares the machine."""
-
-_TRY_COUNT, _CALL_COUNT = 20, 10_000
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("torch", "grpcio", "protobuf", "numpy", "uvloop")
@@ -32,30 +28,11 @@ def environment() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "python_calls_m_s": _python_calls_m_s(),
         **{name: _version(name) for name in _PACKAGES},
         "commit": _commit(),
         "load_average": round(load, 2),
         "warnings": _warnings(load),
     }
-
-
-@cache
-def _python_calls_m_s() -> float:
-    """Millions of calls of a function a second, the most of some tries: interpreters of one version
-    differ by how they were built.
-    """
-
-    def called(value: int) -> int:
-        return value
-
-    least_s = math.inf
-    for _ in range(_TRY_COUNT):
-        began_s = time.perf_counter()
-        for value in range(_CALL_COUNT):
-            called(value)
-        least_s = min(least_s, time.perf_counter() - began_s)
-    return round(_CALL_COUNT / least_s / 1e6, 1)
 
 
 @cache
