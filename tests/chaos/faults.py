@@ -111,12 +111,8 @@ class Faults:
 
     def kill_and_return(self) -> None:
         """SIGKILL; the server is started again with its update log."""
-        self.under_way = KILLED
         cluster = self.made.cluster
-        victim = self._victim()
-        ranges = len(cluster.primary_of(victim))
-        cluster.kill(victim)
-        since_s = time.monotonic()
+        victim, ranges, since_s = self._killed()
         begun = cluster.begin_again(victim)
         first_s = self.made.workers.first_commits(since_s, GOES_ON_S)
         cluster.served(begun)
@@ -124,17 +120,21 @@ class Faults:
 
     def kill_for_a_while(self) -> None:
         """SIGKILL; the others go on alone for some leases, and then another server comes."""
-        self.under_way = KILLED
         cluster = self.made.cluster
-        victim = self._victim()
-        ranges = len(cluster.primary_of(victim))
-        cluster.kill(victim)
-        since_s = time.monotonic()
+        victim, ranges, since_s = self._killed()
         first_s = self.made.workers.first_commits(since_s, GOES_ON_S)
-        self.made.cluster.healed(HEALS_S)
+        cluster.healed(HEALS_S)
         self._quiet(_WHILE_S)
         cluster.served(cluster.begin())
         self._healed(KILLED, victim.process, ranges, since_s, first_s)
+
+    def _killed(self) -> tuple[Served, int, float]:
+        """A server that was killed, the number of ranges that it was primary of, and when."""
+        self.under_way = KILLED
+        victim = self._victim()
+        ranges = len(self.made.cluster.primary_of(victim))
+        self.made.cluster.kill(victim)
+        return victim, ranges, time.monotonic()
 
     def kill_both(self) -> None:
         """SIGKILL to the scheduler and any server; both are started again with what they wrote."""
