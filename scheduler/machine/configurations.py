@@ -34,6 +34,9 @@ Rules:
     - A server catches up until the epoch ends or it leaves, silent or not, because it drops its
       values once it is not named, which the primary may not learn in time. Too many silent ones
       are therefore dropped under a new epoch, from which the primary begins again.
+    - A live server that a primary had left out may not reach it. Others are named before it, and
+      beside it, until that primary lets it in to some range. This is a preference: a scheduler that
+      starts again has forgotten it.
 
 Invariants:
     CF-2  A primary is never its own backup, and a server that catches up is neither.
@@ -43,6 +46,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from ps_core.cluster_view import BackupRequest, Node, NodeState, RangeAssignment, Role
@@ -68,6 +72,7 @@ class Configurations:
     def __init__(self, state: ClusterState, replica_count: int) -> None:
         self._state = state
         self._backup_count = replica_count - 1
+        self._apart: set[tuple[NodeId, NodeId]] = set()  # primaries, and whom they had left out
 
     def place_backups(self, range_ids: Iterable[RangeId]) -> None:
         """Give backups to ranges whose primaries were just placed."""
@@ -207,6 +212,8 @@ class Configurations:
             self._confirm(asked.range_id, primary)
             left_out.update(set(old.backups) - kept)
             let_in.update(added)
+        if left_out or let_in:
+            self._keep_apart(primary, left_out.keys(), let_in.keys())
         others = {*refused, *missing}
         granted = tuple(w.range_id for w in backup_requests if w.range_id not in others)
         transitions: list[Transition] = []
@@ -217,6 +224,15 @@ class Configurations:
             ranges = self._state.ranges
             refused += [range_id for range_id in missing if ranges[range_id].primary == primary]
         return tuple(w.range_id for w in backup_requests if w.range_id in refused), transitions
+
+    def _keep_apart(
+        self, primary: NodeId, left_out: AbstractSet[NodeId], let_in: AbstractSet[NodeId]
+    ) -> None:
+        """Note whom a primary left out though it lives, and forget whom it let in, or has left."""
+        self._apart |= {(primary, node_id) for node_id in left_out & self.living}
+        self._apart -= {(primary, node_id) for node_id in let_in}
+        members = self._state.members
+        self._apart = {pair for pair in self._apart if all(node_id in members for node_id in pair)}
 
     def _confirm(self, range_id: RangeId, primary: NodeId) -> None:
         """The primary may acknowledge something from now on."""
@@ -373,12 +389,12 @@ class Configurations:
             if old.primary is None or old.primary not in servers.living:
                 continue
             joining = [node_id for node_id in old.catching_up if node_id in servers.members]
-            living_count = sum(node_id in servers.living for node_id in joining)
-            missing = self._backup_count - len(old.backups) - living_count
-            added = servers.free_for(old)[:missing] if missing > 0 else []
+            added = self._added(old, old.primary, servers)
             is_too_much = len(old.backups) + len(joining) + len(added) > 2 * self._backup_count
             if is_too_much:  # for a view (VS-1): drop the silent, and void their epoch
                 joining = [node_id for node_id in joining if node_id in servers.living]
+                if len(old.backups) + len(joining) + len(added) > 2 * self._backup_count:
+                    joining = [n for n in joining if (old.primary, n) not in self._apart]
             if not added and len(joining) == len(old.catching_up):
                 continue
             new = replace(old, catching_up=(*joining, *added))
@@ -389,6 +405,18 @@ class Configurations:
             named.update(added)
             dropped.update(set(old.catching_up) - set(joining))
         return [JoinersNamed(_sorted(named), _sorted(dropped))] if named or dropped else []
+
+    def _added(self, old: RangeAssignment, primary: NodeId, servers: _Servers) -> list[NodeId]:
+        """Further servers that are to catch up; those that may not reach the primary come last."""
+        missing = self._backup_count - len(old.backups)
+        if missing <= 0:
+            return []
+        free, named = servers.free_for(old), servers.living.intersection(old.catching_up)
+        far = {node_id for node_id in (*free, *named) if (primary, node_id) in self._apart}
+        missing = max(missing - len(named - far), 0)
+        added = [node_id for node_id in free if node_id not in far][:missing]
+        missing = max(missing - len(added) - len(named & far), 0)
+        return added + [node_id for node_id in free if node_id in far][:missing]
 
 
 class _Servers:
