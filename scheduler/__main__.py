@@ -26,6 +26,7 @@ from ps_runtime.observe.metrics import SchedulerMetrics, new_registry
 from ps_runtime.settings import config
 from ps_runtime.system import clock
 from ps_runtime.system.process_end import (
+    REFUSED_EXIT_CODE,
     die_with_parent_if_asked,
     dies_with_parent,
     wait_for_stop_signal,
@@ -241,7 +242,9 @@ async def _last(
 
 
 def main() -> None:
-    """Run the scheduler; a wrong setting ends the process with status 2 and names it."""
+    """Run the scheduler. A wrong setting ends the process with status 2 and names it; a journal
+    that cannot be written or opened now, with status 1: another start may find it well.
+    """
     settings = config.from_command_line(SchedulerConfig, parser())
     try:
         die_with_parent_if_asked(os.environ)
@@ -250,7 +253,7 @@ def main() -> None:
         has_last = channels.run(serve(settings, started(settings), secret))
     except (InvalidConfig, InvalidCheckpoint, InvalidJournal, Recovering) as error:
         logs.error("cannot_serve", error=error.message)
-        sys.exit(2)
+        sys.exit(1 if isinstance(error, Recovering) else REFUSED_EXIT_CODE)
     if not has_last:
         sys.exit(NO_LAST_CHECKPOINT_EXIT_CODE)
 

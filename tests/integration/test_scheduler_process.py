@@ -145,6 +145,19 @@ def test_stop_when_done_ends_when_the_last_worker_is_gone(tmp_path: Path) -> Non
     asyncio.run(test())
 
 
+def test_a_scheduler_whose_journal_cannot_be_written_now_is_not_refused(tmp_path: Path) -> None:
+    """Who starts it again may find space: `train` and Kubernetes do so, but after status 2."""
+
+    async def test() -> None:
+        journal = "--journal=/proc/journal"  # no directory can be made there, whoever asks
+        async with process(tmp_path, "--workers=1", "--servers=1", journal) as scheduler:
+            status, log = await scheduler.end()
+        assert status == 1
+        assert "cannot be written" in log
+
+    asyncio.run(test())
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("wrong", "message"),

@@ -20,6 +20,7 @@ from ps_runtime.launch.launcher import reason_of
 from ps_runtime.launch.ready_file import write_ready_file
 from ps_runtime.observe import logs, metrics
 from ps_runtime.system import clock
+from tests.file_limits import no_file_above
 
 
 @pytest.fixture
@@ -256,6 +257,13 @@ def test_the_ready_file_appears_whole_and_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
     with pytest.raises(tree.InvalidConfig, match="cannot be written: No such file"):
         write_ready_file(tmp_path / "absent" / "ready.json", "a:1", "a:2")
+    # A full disk is no wrong setting: whoever is started again may find space.
+    with (
+        no_file_above(8),
+        pytest.raises(tree.Recovering, match="cannot be written: File too large"),
+    ):
+        write_ready_file(file, "a:1", "a:2")
+    assert json.loads(file.read_text()) == content
 
 
 def test_the_clock_never_goes_back() -> None:
