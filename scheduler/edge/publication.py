@@ -5,16 +5,20 @@ Rules:
       durable. Without a journal that is at once.
     - A thread writes the journal, one write at a time; decisions made meanwhile share the next.
     - A store that takes no write for now is retried without limit: nothing is published meanwhile,
-      and calls are refused with the reason. A store that another scheduler has claimed, or a
-      damaged one, ends the scheduler (`failed`).
+      and calls are refused with the reason. So they are while a write lasts too long, which is not
+      made again. A store that another scheduler has claimed, or a damaged one, ends the scheduler
+      (`failed`).
+    - The end waits as long for a disk, and no longer: what was not written nobody was told.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
+from queue import SimpleQueue
 
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import InvalidJournal, PushpullError, Recovering
@@ -28,6 +32,9 @@ from scheduler.machine.state import Transition
 
 _RETRY_S = 0.5
 
+STALL_S = 5.0
+"""Wait for a write until the journal's disk is said not to answer."""
+
 Publish = Callable[[Cluster, ClusterView, tuple[Transition, ...]], None]
 """Receives the cluster that was served, its durable view, and the transitions that led to it."""
 
@@ -37,7 +44,14 @@ class JournalWriter:
 
     def __init__(self, store: StateStore) -> None:
         self._store = store
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
+        self._is_closed = False
+        self._works: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        # A daemon: the end of the process does not wait for a disk that does not answer.
+        threading.Thread(target=self._work, name="journal", daemon=True).start()
+
+    @property
+    def name(self) -> str:
+        return self._store.name
 
     async def write(self, delta: JournalDelta) -> None:
         """As `StateStore.write`, without blocking the loop."""
@@ -48,11 +62,27 @@ class JournalWriter:
         await self._run(lambda: self._store.write({}, list(self._store.read())))
 
     async def close(self) -> None:
-        await self._run(self._store.close)
-        self._thread.shutdown()
+        """Close the store. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            await self._run(self._store.close)
+            self._works.put(None)
 
     async def _run(self, work: Callable[[], None]) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        told: Future[None] = Future()
+        self._works.put((work, told))
+        await asyncio.wrap_future(told)
+
+    def _work(self) -> None:
+        while (found := self._works.get()) is not None:
+            work, told = found
+            if told.set_running_or_notify_cancel():
+                try:
+                    work()
+                except BaseException as error:  # noqa: BLE001 - it is raised where it is awaited
+                    told.set_exception(error)
+                else:
+                    told.set_result(None)
 
 
 def nothing() -> None:
@@ -63,17 +93,22 @@ class Publication:
     """Publishes decisions in order; without a journal at once.
 
     Attributes:
-        problem: the reason why the journal cannot be written now, or None.
+        problem: the reason why the journal is not written now, or None.
         failed: set when the journal can never be written again, for the reason in `problem`.
         on_problem: called when `problem` has changed.
     """
 
     def __init__(
-        self, cluster: Callable[[], Cluster], publish: Publish, journal: JournalWriter | None
+        self,
+        cluster: Callable[[], Cluster],
+        publish: Publish,
+        journal: JournalWriter | None,
+        stall_s: float = STALL_S,
     ) -> None:
         self._cluster = cluster
         self._publish = publish
         self._journal = journal
+        self._stall_s = stall_s
         self._buffer = DecisionBuffer()
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._task: asyncio.Task[None] | None = None
@@ -131,11 +166,9 @@ class Publication:
     async def _write_durably(self, journal: JournalWriter, delta: JournalDelta) -> None:
         while True:
             try:
-                await journal.write(delta)
+                await self._write(journal, delta)
             except Recovering as error:
-                if self.problem is None:
-                    logs.error("journal_not_written", error=error.message)
-                self._refuse(error)
+                self._hold(error)
                 await asyncio.sleep(_RETRY_S)
             else:
                 if self.problem is not None:
@@ -144,6 +177,23 @@ class Publication:
                     self.on_problem()
                 return
 
+    async def _write(self, journal: JournalWriter, delta: JournalDelta) -> None:
+        """As `JournalWriter.write`; one that lasts is a problem until it ends."""
+        writing = asyncio.ensure_future(journal.write(delta))
+        try:
+            done, _ = await asyncio.wait((writing,), timeout=self._stall_s)
+            if not done:
+                self._hold(Recovering(self._unanswered(journal)))
+            await writing
+        finally:
+            writing.cancel()
+
+    def _unanswered(self, journal: JournalWriter) -> str:
+        return (
+            f"the disk of {journal.name} has not answered for {self._stall_s:g} s: mend the disk; "
+            "nothing, if it is only slow; the last complete write is intact"
+        )
+
     def _wake_waiting(self, number: int) -> None:
         waiting, self._waiting = self._waiting, []
         for awaited, told in waiting:
@@ -151,6 +201,12 @@ class Publication:
                 self._waiting.append((awaited, told))
             elif not told.done():
                 told.set_result(None)
+
+    def _hold(self, error: Recovering) -> None:
+        """Nothing is published for now."""
+        if self.problem is None:
+            logs.error("journal_not_written", error=error.message)
+        self._refuse(error)
 
     def _refuse(self, error: PushpullError) -> None:
         """Fail every waiting call with the error of the write."""
@@ -173,9 +229,16 @@ class Publication:
             await asyncio.gather(self._task, return_exceptions=True)
         if self._journal is not None:
             try:
-                if has_ended:
-                    await self._journal.forget()
-            except PushpullError as error:
-                logs.warning("journal_not_emptied", error=error.message)
-            finally:
-                await self._journal.close()
+                async with asyncio.timeout(self._stall_s):
+                    await _end(self._journal, has_ended=has_ended)
+            except TimeoutError:
+                logs.error("journal_not_closed", error=self._unanswered(self._journal))
+
+
+async def _end(journal: JournalWriter, *, has_ended: bool) -> None:
+    if has_ended:
+        try:
+            await journal.forget()
+        except PushpullError as error:
+            logs.warning("journal_not_emptied", error=error.message)
+    await journal.close()

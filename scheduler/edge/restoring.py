@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from ps_core.consistency import Consistency, parsed
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import MAX_LINEAGE_COUNT, Imported, SavedTable
@@ -12,6 +14,9 @@ from scheduler.machine.state import Restored, RestoredTable
 AUTO = "auto"  # the value of `resume` for the newest checkpoint, or an empty start if there is none
 
 _NAMED_COUNT = 3
+
+_ANSWERS_WITHIN_S = 5.0
+"""Wait for the checkpoint place of a cluster that goes on; meanwhile nobody has a scheduler."""
 
 
 def checkpoints_under(url: str) -> tuple[str, int]:
@@ -27,15 +32,27 @@ def checkpoints_under(url: str) -> tuple[str, int]:
 
 def checkpoints_again_under(url: str) -> str:
     """The absolute address of the checkpoint directory of a cluster that goes on. It goes on where
-    no checkpoint can be written, too, which is logged: its servers have the values. Blocking.
+    no checkpoint can be written, too, which is logged: its servers have the values. Blocking, for
+    `_ANSWERS_WITHIN_S`; a place that answers later is used from then on.
     """
     if not url:
         return ""
     store = CheckpointStore(url)
-    try:
-        store.check_writable()
-    except InvalidCheckpoint as error:
-        logs.error("checkpoints_not_writable", url=store.url, reason=error.message)
+    refused: list[str] = []
+
+    def probe() -> None:
+        try:
+            store.check_writable()
+        except InvalidCheckpoint as error:
+            refused.append(error.message)
+
+    probing = threading.Thread(target=probe, name="checkpoint-place", daemon=True)
+    probing.start()
+    probing.join(_ANSWERS_WITHIN_S)
+    if probing.is_alive():
+        refused.append(f"it has not answered for {_ANSWERS_WITHIN_S:g} s")
+    for reason in refused:
+        logs.error("checkpoints_not_writable", url=store.url, reason=reason)
     return store.url
 
 

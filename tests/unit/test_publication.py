@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -35,16 +35,28 @@ class FailingStore(SqliteStore):
         super().write(records, removed)
 
 
+class StandingStore(FailingStore):
+    """Whose writes do not return before `answers` is set."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.answers = threading.Event()
+
+    def write(self, records: Mapping[str, bytes], removed: Iterable[str] = ()) -> None:
+        self.answers.wait(DEADLINE_S)
+        super().write(records, removed)
+
+
 class Scene:
     """A cluster, its publication, and what was told."""
 
-    def __init__(self, directory: Path, *failures: PushpullError) -> None:
+    def __init__(self, store: FailingStore, stall_s: float = DEADLINE_S) -> None:
         self.harness = Harness()
-        self.store = FailingStore(directory, failures)
+        self.store = store
         self.told: list[tuple[ClusterView, tuple[Transition, ...]]] = []
         self.on_told = self.told.append
         self.publication = Publication(
-            lambda: self.harness.cluster, self._publish, JournalWriter(self.store)
+            lambda: self.harness.cluster, self._publish, JournalWriter(self.store), stall_s
         )
 
     def _publish(
@@ -67,7 +79,7 @@ def run(
     directory: Path, main: Callable[[Scene], Awaitable[None]], *failures: PushpullError
 ) -> None:
     async def bounded() -> None:
-        scene = Scene(directory, *failures)
+        scene = Scene(FailingStore(directory, failures))
         async with asyncio.timeout(DEADLINE_S):
             await main(scene)
         await scene.publication.close(has_ended=False)
@@ -161,6 +173,44 @@ def test_a_store_that_takes_nothing_is_tried_again_and_who_waits_is_told(tmp_pat
     run(tmp_path, main, Recovering("the disk is full"))
 
 
+def test_a_disk_that_does_not_answer_is_said_and_goes_on(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = StandingStore(tmp_path)
+        scene = Scene(store, stall_s=0.05)
+        scene.join()
+        for _ in range(2):
+            with pytest.raises(Recovering, match=r"has not answered for 0\.05 s: mend the disk"):
+                await scene.publication.flushed()
+        assert scene.told == []
+        is_well = asyncio.Event()
+        scene.publication.on_problem = is_well.set
+        store.answers.set()
+        await is_well.wait()
+        await scene.publication.flushed()
+        assert scene.publication.problem is None
+        assert len(scene.told) == 1
+        await scene.publication.close(has_ended=False)
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_the_end_does_not_wait_for_a_disk_that_does_not_answer(
+    tmp_path: Path, has_ended: bool
+) -> None:
+    async def main() -> None:
+        store = StandingStore(tmp_path)
+        scene = Scene(store, stall_s=0.05)
+        scene.join()
+        with pytest.raises(Recovering, match="has not answered"):
+            await scene.publication.flushed()
+        await scene.publication.close(has_ended=has_ended)
+        assert scene.told == []
+        store.answers.set()  # the thread ends
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S / 2))
+
+
 def test_a_journal_in_other_hands_ends_it(tmp_path: Path) -> None:
     async def main(scene: Scene) -> None:
         scene.join()
@@ -181,8 +231,7 @@ def test_a_cluster_that_has_ended_leaves_nothing(tmp_path: Path) -> None:
         await scene.publication.flushed()
         await scene.publication.close(has_ended=True)
 
-    with suppress(RuntimeError):  # it is closed twice
-        run(tmp_path, main)
+    run(tmp_path, main)
     store = SqliteStore(tmp_path)
     assert store.read() == {}
     assert store.claim() == 2
