@@ -15,7 +15,7 @@ AUTO = "auto"  # the value of `resume` for the newest checkpoint, or an empty st
 
 _NAMED_COUNT = 3
 
-_ANSWERS_WITHIN_S = 5.0
+ANSWERS_WITHIN_S = 5.0
 """Wait for the checkpoint place of a cluster that goes on; meanwhile nobody has a scheduler."""
 
 
@@ -30,10 +30,10 @@ def checkpoints_under(url: str) -> tuple[str, int]:
     return store.url, store.next_number() - 1
 
 
-def checkpoints_again_under(url: str) -> str:
+def checkpoints_again_under(url: str, answers_within_s: float = ANSWERS_WITHIN_S) -> str:
     """The absolute address of the checkpoint directory of a cluster that goes on. It goes on where
     no checkpoint can be written, too, which is logged: its servers have the values. Blocking, for
-    `_ANSWERS_WITHIN_S`; a place that answers later is used from then on.
+    `answers_within_s`; a place that answers later is used from then on.
     """
     if not url:
         return ""
@@ -48,9 +48,9 @@ def checkpoints_again_under(url: str) -> str:
 
     probing = threading.Thread(target=probe, name="checkpoint-place", daemon=True)
     probing.start()
-    probing.join(_ANSWERS_WITHIN_S)
+    probing.join(answers_within_s)
     if probing.is_alive():
-        refused.append(f"it has not answered for {_ANSWERS_WITHIN_S:g} s")
+        refused.append(f"it has not answered for {answers_within_s:g} s")
     for reason in refused:
         logs.error("checkpoints_not_writable", url=store.url, reason=reason)
     return store.url

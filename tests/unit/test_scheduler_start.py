@@ -10,7 +10,9 @@ import pytest
 from ps_core.errors import InvalidCheckpoint, InvalidJournal
 from scheduler.config import SchedulerConfig
 from scheduler.edge.publication import Publication
+from scheduler.edge.restoring import checkpoints_again_under
 from scheduler.start import SchedulerStart, started
+from tests.unit.reluctant_store import URL, Gate, reluctant_store
 
 
 def config_of(tmp_path: Path, place: str = "runs") -> SchedulerConfig:
@@ -52,6 +54,16 @@ def test_a_cluster_goes_on_where_no_checkpoint_can_be_written(
     (line,) = [each.getMessage() for each in caplog.records]
     assert line.startswith("event=checkpoints_not_writable")
     assert "cannot be written to: File exists" in line
+
+
+def test_it_goes_on_where_the_place_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
+    with reluctant_store() as store, caplog.at_level("ERROR", logger="pushpull"):
+        gate = Gate("pipe_file", "")
+        assert checkpoints_again_under(URL, answers_within_s=0.05) == store.url
+        gate.let_go()
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert line.startswith("event=checkpoints_not_writable")
+    assert line.endswith('reason="it has not answered for 0.05 s"')
 
 
 def test_a_new_cluster_does_not_begin_there(tmp_path: Path) -> None:
