@@ -106,7 +106,7 @@ class ReplicatedRanges:
         self._shards = shards
         self._lease_s = setting.lease_s
         self._now = now
-        self._links = PeerLinks(wire.session_to_proto(session), self, self._queues)
+        self._links = PeerLinks(wire.session_to_proto(session), self, self._queues, setting.lease_s)
         self._view: ClusterView | None = None
         self._view_came = asyncio.Event()
         self._tables: dict[TableId, Table] = {}
@@ -241,6 +241,7 @@ class ReplicatedRanges:
         a lease, whatever is under way.
         """
         now_s = self._now()
+        self._links.look(now_s)
         self._send_all(self._pacing.late(now_s))
         due = self._pacing.beats(now_s)
         if due is None:

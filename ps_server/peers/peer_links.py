@@ -5,7 +5,9 @@ way are lost with it, and so are messages that are sent while there is none: the
 sends them again until they are acknowledged.
 
 Beats have a stream of their own, which opens and ends with the other: a grant must not wait for the
-values before its beat, which a backup may take seconds to take in.
+values before its beat, which a backup may take seconds to take in. A server that answers none for
+five leases is not reached, though its connection may stand for long after a network was cut: it is
+connected to anew, and so is one that does not greet.
 """
 
 from __future__ import annotations
@@ -37,6 +39,10 @@ REPLICATE = "/pushpull.v1.ReplicationService/Replicate"
 _LAST_BACKOFF_S = 0.5
 """A peer that is back is found again within this time."""
 
+_SILENT_LEASES = 5
+_LEAST_SILENT_S = 3.0
+"""Wait for the answer to a beat, or for a greeting, however short a lease is."""
+
 _GREETING_S = 2.0
 """A stream port may take so long to answer when the gRPC port has answered."""
 
@@ -59,16 +65,20 @@ class PeerLink:
         identity: types_pb2.SessionIdentity,
         listener: PeerListener,
         queue: PeerQueue[bytes],
+        lease_s: float,
     ) -> None:
         self.node = node
+        self._lease_s = lease_s
+        self._silent_s = max(_SILENT_LEASES * lease_s, _LEAST_SILENT_S)
         self._queue = queue
         self._identity = identity
         self._listener = listener
         self._channel = aio_channel(node.address)
         self._stream_port = StreamPort(node)
-        self._open_call: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = (
-            self._channel.stream_stream(REPLICATE)
-        )
+        self._is_asked = False  # a beat is unanswered
+        self._unanswered_s = 0.0
+        self._looked_s = 0.0
+        self._is_silent = False
         self._news = asyncio.Event()
         self._beat: bytes | None = None
         self._beat_news = asyncio.Event()
@@ -94,6 +104,15 @@ class PeerLink:
         if self._queue.is_open:
             self._beat = message
             self._beat_news.set()
+
+    def look(self, now_s: float) -> None:
+        """Connect anew if the server is silent; to be called at least ten times a lease."""
+        passed_s = min(now_s - self._looked_s, self._lease_s)  # more: this process was paused
+        self._looked_s = now_s
+        self._unanswered_s = self._unanswered_s + passed_s if self._is_asked else 0.0
+        if self._unanswered_s > self._silent_s:
+            self._is_asked, self._is_silent = False, True
+            self.reset()
 
     def reset(self) -> None:
         """Drop the stream with the messages that it has taken, and those that wait."""
@@ -122,20 +141,37 @@ class PeerLink:
             except Exception as bug:  # noqa: BLE001 - else the range would wait for ever, unsaid
                 logs.exception("peer_link_failed", bug, server=self.node.node_id)
                 error = Internal(f"the link to server {self.node.node_id} failed: {bug!r}")
+            if self._is_silent:
+                error = Recovering(f"it has not answered for {self._silent_s:g} s")
+                await self._connect_anew()
             self._troubled(error)
             await asyncio.sleep(backoff.next_s(error))
 
+    async def _connect_anew(self) -> None:
+        """Give the connection up: it may have been cut, and would be noticed late."""
+        before, self._channel = self._channel, aio_channel(self.node.address)
+        self._is_silent = False
+        await before.close()
+
     async def _run(self, backoff: Backoff) -> None:
+        open_call: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(
+            REPLICATE
+        )
         async with contextlib.AsyncExitStack() as stack:
-            call = GrpcioCall(self._open_call())
+            call = GrpcioCall(open_call())
             stack.callback(call.cancel)
-            port = await self._greeted(call)
+            try:
+                async with asyncio.timeout(self._silent_s):
+                    port = await self._greeted(call)
+            except TimeoutError:
+                self._is_silent = True
+                return
             by_stream_port = await self._by_stream_port(port, stack) if port else None
             if by_stream_port is not None:
                 call.cancel()
                 await self._carry(*by_stream_port, backoff)
                 return
-            beats = GrpcioCall(self._open_call())
+            beats = GrpcioCall(open_call())
             stack.callback(beats.cancel)
             await self._greeted(beats)
             await self._carry(call, beats, backoff)
@@ -204,7 +240,7 @@ class PeerLink:
         finally:
             self._call = None
             self._queue.end()
-            self._beat = None
+            self._beat, self._is_asked = None, False
             call.cancel()
             beats.cancel()
             for each in (hearing, *writing):
@@ -231,12 +267,14 @@ class PeerLink:
                 self._beat_news.clear()
                 message, self._beat = self._beat, None
                 if message is not None:
+                    self._is_asked = True
                     await beats.write((message,))
 
     async def _hear(self, beats: ServerCall, call: ServerCall) -> None:
         """Read grants, until their stream ends, and the other with it. Raises why."""
         try:
             async for response in beats:
+                self._is_asked, self._unanswered_s = False, 0.0
                 self._listener.peer_said(self.node.node_id, response)
             raise Recovering("the peer ended the stream of beats")
         finally:
@@ -281,7 +319,9 @@ class PeerLinks:
         identity: types_pb2.SessionIdentity,
         listener: PeerListener,
         queues: PeerQueues[bytes],
+        lease_s: float,
     ) -> None:
+        self._lease_s = lease_s
         self._identity = identity
         self._listener = listener
         self._queues = queues
@@ -305,10 +345,17 @@ class PeerLinks:
         for node_id, node in present.items():
             if node_id not in self._links:
                 queue = self._queues.add(node_id)
-                self._links[node_id] = PeerLink(node, self._identity, self._listener, queue)
+                self._links[node_id] = PeerLink(
+                    node, self._identity, self._listener, queue, self._lease_s
+                )
 
     def find(self, peer: NodeId) -> PeerLink | None:
         return self._links.get(peer)
+
+    def look(self, now_s: float) -> None:
+        """Connect anew to silent servers; to be called at least ten times a lease."""
+        for link in self._links.values():
+            link.look(now_s)
 
     def reset(self, peer: NodeId) -> None:
         self._links[peer].reset()

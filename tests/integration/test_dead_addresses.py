@@ -33,6 +33,7 @@ from tests.property.shard_twin import table
 
 CLUSTER = "demo"
 MODEL = table([64])
+LEASE_S = 2.0
 ONE, THREE = NodeId(1), NodeId(3)
 WORKER = types_pb2.SessionIdentity(cluster_id=CLUSTER, node_id=9, incarnation=9)
 
@@ -372,7 +373,7 @@ def test_a_stranger_at_a_peers_address_hears_nothing(
     async def scenario() -> None:
         async with make() as address:
             queue: PeerQueue[bytes] = PeerQueue()
-            link = PeerLink(node(address), WORKER, Peer(), queue)
+            link = PeerLink(node(address), WORKER, Peer(), queue, LEASE_S)
             with said_in_log("peer_unreachable") as said:
                 link.send(())
                 async with asyncio.timeout(10):
@@ -418,7 +419,7 @@ def test_a_message_that_cannot_be_written_is_said_in_the_log(
     async def scenario() -> None:
         peer = Peer()
         async with grpc_node(Taking(ONE)) as address:
-            link = peer.link = PeerLink(node(address), WORKER, peer, PeerQueue())
+            link = peer.link = PeerLink(node(address), WORKER, peer, PeerQueue(), LEASE_S)
             with said_in_log("peer_unreachable") as said:
                 link.begin()
                 async with asyncio.timeout(10):
@@ -470,7 +471,7 @@ def test_a_stream_of_beats_that_ends_says_why(
     async def scenario() -> None:
         peer = Peer()
         async with grpc_node(WithoutBeats(ONE)) as address:
-            link = peer.link = PeerLink(node(address), WORKER, peer, PeerQueue())
+            link = peer.link = PeerLink(node(address), WORKER, peer, PeerQueue(), LEASE_S)
             with said_in_log("peer_unreachable") as has_said:
                 link.begin()
                 async with asyncio.timeout(10):
@@ -481,3 +482,124 @@ def test_a_stream_of_beats_that_ends_says_why(
     (line,) = (r.getMessage() for r in caplog.records if "peer_unreachable" in r.getMessage())
     assert said in line
     assert "peer_link_failed" not in caplog.text
+
+
+class Deaf(Answering):
+    """Greets whoever comes, and answers a beat for each time that `due` is released."""
+
+    def __init__(self, node_id: int) -> None:
+        super().__init__(node_id)
+        self.due = asyncio.Semaphore(0)
+        self.has_two_more = asyncio.Event()
+
+    async def replicate(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        del context
+        self.stream_count += 1
+        if self.stream_count == 4:
+            self.has_two_more.set()
+        greeting = replication_pb2.ReplicateResponse(
+            node_id=self.node_id, incarnation=self.node_id * 10
+        )
+        await anext(aiter(requests))
+        yield greeting.SerializeToString()
+        async for _ in requests:
+            self.asked_count += 1
+            self.asked.set()
+            await self.due.acquire()
+            yield greeting.SerializeToString()
+
+
+class Hearing:
+    """The listener of a link."""
+
+    def __init__(self) -> None:
+        self.is_open, self.has_heard = asyncio.Event(), asyncio.Event()
+
+    def peer_opened(self, peer: NodeId) -> None:
+        assert peer == ONE
+        self.is_open.set()
+
+    def peer_said(self, peer: NodeId, response: object) -> None:
+        del peer, response
+        self.has_heard.set()
+
+
+async def written(deaf: Deaf, link: PeerLink) -> None:
+    """Send a beat, and wait until it has come."""
+    before = deaf.asked_count
+    link.send_beat(b"a beat")
+    while deaf.asked_count == before:
+        deaf.asked.clear()
+        await deaf.asked.wait()
+
+
+def test_a_peer_that_answers_no_beat_is_connected_to_anew() -> None:
+    """Its connection may have been cut: TCP and keepalives notice that after half a minute."""
+
+    async def scenario() -> None:
+        deaf, hearing = Deaf(ONE), Hearing()
+        async with grpc_node(deaf) as address:
+            link = PeerLink(node(address), WORKER, hearing, PeerQueue(), LEASE_S)
+            link.begin()
+            await hearing.is_open.wait()
+            link.look(1_000.0)
+            await written(deaf, link)
+            with said_in_log("it has not answered for 10 s") as said:
+                for tick in range(1, 40):
+                    link.look(1_000.0 + tick * LEASE_S / 10)
+                link.look(2_000.0)  # this process was paused: it may not have read the answer
+                assert not said.is_set()
+                for tick in range(1, 13):
+                    link.look(2_000.0 + tick * LEASE_S / 10)
+                await said.wait()
+            await deaf.has_two_more.wait()
+            await link.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_peer_that_answers_late_is_not() -> None:
+    async def scenario() -> None:
+        deaf, hearing = Deaf(ONE), Hearing()
+        async with grpc_node(deaf) as address:
+            link = PeerLink(node(address), WORKER, hearing, PeerQueue(), LEASE_S)
+            link.begin()
+            await hearing.is_open.wait()
+            link.look(1_000.0)
+            for beat in range(4):
+                hearing.has_heard.clear()
+                await written(deaf, link)
+                for tick in range(30):
+                    link.look(1_000.0 + (beat * 30 + tick) * LEASE_S / 10)
+                deaf.due.release()
+                await hearing.has_heard.wait()
+            assert deaf.stream_count == 2
+            await link.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+@pytest.mark.thorough
+def test_a_peer_that_does_not_greet_is_connected_to_anew() -> None:
+    async def scenario() -> None:
+        class Mute(Answering):
+            async def replicate(
+                self, requests: AsyncIterator[bytes], _context: Any
+            ) -> AsyncIterator[bytes]:
+                self.stream_count += 1
+                if self.stream_count == 2:
+                    self.asked.set()
+                async for _ in requests:
+                    pass
+                yield b""
+
+        mute = Mute(ONE)
+        async with grpc_node(mute) as address:
+            link = PeerLink(node(address), WORKER, Hearing(), PeerQueue(), lease_s=0.1)
+            with said_in_log("it has not answered for 3 s") as said:
+                link.begin()
+                await said.wait()
+            await mute.asked.wait()
+            await link.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))

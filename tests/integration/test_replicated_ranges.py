@@ -443,7 +443,7 @@ def test_the_lease_is_granted_while_a_backup_takes_something_in() -> None:
         await server.start()
         backup = Node(TWO, Incarnation(2), Role.SERVER, 0, f"127.0.0.1:{port}", NodeState.ALIVE)
         caller = wire.session_to_proto(replace(one, token=one.signed(key)))
-        link = PeerLink(backup, caller, heard, PeerQueue())
+        link = PeerLink(backup, caller, heard, PeerQueue(), 2.0)
         async with asyncio.timeout(10):
             link.begin()
             await heard.opened.wait()
