@@ -42,12 +42,15 @@ class ChaosCluster(ReplicatedCluster):
         if self._network is None:
             return start_server(self._launcher, self._shape, self.address, index)
         name, address = self._network.add()
-        bare = RoleCommand("server", index, "tests.chaos.in_namespace")
+        bare = RoleCommand(
+            "server", index, "tests.chaos.in_namespace", environment=self._shape.environment
+        )
         arguments = (
             *(name, "ps_server"),
             *(f"--listen={address}:0", f"--http-listen={address}:0"),
             f"--scheduler={self.address}",
             f"--ready-file={self._launcher.ready_file(bare)}",
+            *self._shape.update_log.server_arguments(index),
         )
         process = self._launcher.start(replace(bare, arguments=arguments))
         self.places[process.pid] = name
