@@ -41,7 +41,7 @@ class _Ahead:
 
     ids: Ids
     clock: int  # of which the rows are
-    is_late: bool  # they are for the step after the next one, which may lack it
+    is_late: bool  # they are for the step after the next one, too, which may lack it
     pull: RowPull
 
 
@@ -189,12 +189,17 @@ class Embedding(torch.nn.Module):
         self._ahead.append(_Ahead(given.copy(), asked_clock, is_late, pull))
 
     def _prefetched(self, given: Ids, clock: int) -> RowPull | None:
-        """The pull that was begun for these ids, and may be used in the step after `clock`."""
-        for ahead in self._ahead:
+        """The pull that was begun for these ids, and may be used in the step after `clock`. Pulls
+        for earlier steps are dropped.
+        """
+        for ahead in list(self._ahead):
             is_due = ahead.clock == clock or (
                 ahead.is_late and may_lag(self._client.tables.newest(self.table), clock)
             )
-            if is_due and np.array_equal(ahead.ids, given):
+            if clock > ahead.clock + ahead.is_late:
+                self._ahead.remove(ahead)
+                ahead.pull.cancel()
+            elif is_due and np.array_equal(ahead.ids, given):
                 self._ahead.remove(ahead)
                 return ahead.pull
         return None

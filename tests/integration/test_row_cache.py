@@ -171,6 +171,19 @@ def test_what_was_prefetched_is_not_older_where_it_is_used_late(client: ps.Clien
     assert not rows._ahead
 
 
+@pytest.mark.parametrize("step_count", [0, 1, 2, 5])
+def test_rows_prefetched_without_a_cache_are_for_the_next_step_at_most(
+    client: ps.Client, step_count: int
+) -> None:
+    """A loop that ended early leaves rows that nobody looks up, until another has the same ids."""
+    rows = counting(client, f"left {step_count}", cache_rows=0)
+    rows.prefetch(IDS)
+    rows._pulls.finish(rows._ahead[0].pull)  # before any step
+    push(client, rows, IDS, step_count)
+    assert looked_up(rows) == (0 if step_count <= 1 else step_count)
+    assert not rows._ahead
+
+
 def test_rows_prefetched_under_asp_are_not_used_in_a_step_under_bsp(client: ps.Client) -> None:
     rows = counting(client, "switched ahead", cache_steps=5)
     rows.prefetch(IDS)
