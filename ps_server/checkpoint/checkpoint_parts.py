@@ -244,7 +244,7 @@ class _CheckpointPart:
             cut = view.tables_by_id[key[0]].cut
             if cut is None or cut.checkpoint != self.number:
                 continue
-            if not self._quota.plan(key, self._node.shards.stores[key].state_bytes):
+            if not self._quota.plan(key, self._node.shards.stores[key].copy_bytes):
                 self._node.hold_copies(key, cut)
             waiter = self._node.next_number()
             self._waiters[waiter] = key
@@ -275,7 +275,7 @@ class _CheckpointPart:
         changed = [block for block in blocks if (key[0], block) not in same]
         self._lineages.update(((key[0], block), store.lineage) for block in changed)
         unchanged_bytes = sum(each.byte_count for each in same.values())
-        self._quota.captured(key, max(0, store.state_bytes - unchanged_bytes) if changed else 0)
+        self._quota.captured(key, max(0, store.copy_bytes - unchanged_bytes) if changed else 0)
         if changed:
             self._snapshots.add(key, store, changed)
         table = self._tables[key[0]]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ps_core import limits
 from ps_core.errors import InvalidConfig
 from ps_core.rows import Ids, first_values, mixed_ids, rounding_draws, salt_of
 from ps_core.tables.table_spec import TableSpec
@@ -34,6 +35,7 @@ class RowLayout:
         columns: the arrays as they are computed with, and as copies and checkpoints have them.
         storage: of the values.
         work_bytes: of a row, as the bounds of a turn count them.
+        copy_bytes: of a row with its id in a checkpoint.
 
     Raises:
         InvalidConfig: the table is not one of rows.
@@ -56,6 +58,8 @@ class RowLayout:
         self.columns = {name: Column(width, self._dtype) for name, width in widths.items()}
         self.columns |= {name: Column(1, TALLY) for name in self.retention.names}
         self._stored = {**self.columns, VALUES: self.storage.column}
+        own_bytes = sum(column.row_bytes for column in self.columns.values())
+        self.copy_bytes = limits.ROW_ID_BYTES + own_bytes
         self.work_bytes = self._length * self._dtype.itemsize
         if self.storage.is_packed:
             self.work_bytes *= 2  # packing takes as long as the optimizer

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ps_core import limits
 from ps_core.rows import Ids
 from ps_core.sliced_work import Work
 from ps_core.tables.elements import DType
@@ -32,6 +33,9 @@ def prefixed(name: str) -> str:
 CANDIDATE_COLUMNS = {prefixed(name): column for name, column in COLUMNS.items()}
 
 CANDIDATE_BYTES = sum(column.row_bytes for column in COLUMNS.values()) + INDEX_BYTES
+
+CANDIDATE_COPY_BYTES = CANDIDATE_BYTES - INDEX_BYTES + limits.ROW_ID_BYTES
+"""Of a candidate with its id in a checkpoint."""
 
 
 def row_tensor_dtypes(spec: TableSpec, rows: RowsSpec) -> dict[str, str]:

@@ -31,11 +31,7 @@ import numpy.typing as npt
 from ps_core import limits
 from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, check
 from ps_core.keys import Incarnation
-from ps_core.rows import (
-    Ids,
-    partition_of,
-    salt_of,
-)
+from ps_core.rows import Ids, partition_of, salt_of
 from ps_core.sliced_work import PIECE_COUNT, Waiting, Work, at_once
 from ps_core.tables.elements import Codec
 from ps_core.tables.optimizers import Hyperparameters
@@ -65,6 +61,7 @@ from ps_server.values.row_layout import RowLayout
 from ps_server.values.row_pieces import (
     CANDIDATE_BYTES,
     CANDIDATE_COLUMNS,
+    CANDIDATE_COPY_BYTES,
     PartitionSnapshot,
     RowPiece,
     begins_of,
@@ -145,17 +142,23 @@ class RowStore:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of rows, optimizer state, candidates and their index; sums in the making do not
-        count.
-        """
-        candidates = (each.known for each in self._candidates.values())
-        return sum(each.byte_count for each in (*self._partitions.values(), *candidates))
+        """Bytes of rows, optimizer state, candidates and their index, as stored; without sums."""
+        return sum(each.byte_count for each in (*self._partitions.values(), *self._known))
+
+    @property
+    def copy_bytes(self) -> int:
+        """As `ShardStore.copy_bytes`: rows that are stored in fewer bits have all of them there."""
+        known_count = sum(each.index.count for each in self._known)
+        return self.row_count * self._layout.copy_bytes + known_count * CANDIDATE_COPY_BYTES
 
     @property
     def memory_use(self) -> MemoryUse:
-        candidates = (each.known for each in self._candidates.values())
-        parts = (each.memory_use for each in (*self._partitions.values(), *candidates))
+        parts = (each.memory_use for each in (*self._partitions.values(), *self._known))
         return functools.reduce(MemoryUse.plus, parts, MemoryUse())
+
+    @property
+    def _known(self) -> Iterable[RowPartition]:
+        return (each.known for each in self._candidates.values())
 
     @property
     def row_count(self) -> int:
@@ -752,9 +755,8 @@ class RowStore:
         values = arrays.pop(VALUES, memoryview(b""))
         if not version and arrays.keys() == {IDS}:  # imported rows: everything else begins anew
             first = self._layout.first_arrays(np.frombuffer(arrays[IDS], "<u8"))
-            arrays |= {
-                n: memoryview(first[n].tobytes()) for n in self._layout.columns if n != VALUES
-            }
+            anew = self._layout.columns.keys() - {VALUES}
+            arrays |= {name: memoryview(first[name].tobytes()) for name in anew}
             candidates = dict.fromkeys((CANDIDATES, *CANDIDATE_COLUMNS), memoryview(b""))
         found = [BlockCopy(block, version, (0,), values, tuple(arrays.items()))]
         if self._candidates:
@@ -764,9 +766,7 @@ class RowStore:
         del self._loaded[block]
 
     def _put_in_place(self, block: int, piece: RowPiece) -> None:
-        partition = self._partitions[block]
-        if not piece.are_rows:
-            partition = self._candidates[block].known
+        partition = self._partitions[block] if piece.are_rows else self._candidates[block].known
         for begin in range(0, len(piece.ids), _PIECE_COUNT):  # short calls: the loop has its turns
             some = slice(begin, begin + _PIECE_COUNT)
             new = np.unique(piece.ids[some])

@@ -140,6 +140,11 @@ class ShardStore:
         """Bytes of all that is kept, for readers too; sums in the making do not count."""
         return self._kept.byte_count + self._sums.byte_count + self._block_bytes
 
+    @property
+    def copy_bytes(self) -> int:
+        """The most bytes that a checkpoint's copy of it has."""
+        return self._block_bytes
+
     def _counted_bytes(self) -> int:
         return sum(state.state_bytes for state in self._states.values())
 

@@ -93,6 +93,7 @@ def test_all_rows_are_given_as_they_were(
             step(store, clock, action)
         elif action == "capture" and expected is None:
             expected = store.saved(0)
+            assert store.copy_bytes == expected.byte_count
             snapshots.add(KEY, store, [0])
         elif action == "next" and (found := at_once(snapshots.taking([KEY]))) is not None:
             pieces.append(found[1])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,22 +20,26 @@ from ps_core.consistency import parsed
 from ps_core.errors import UpdateFailed
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.manifest import PartReport
+from ps_core.rows import partition_of
 from ps_core.sliced_work import at_once
 from ps_core.tables.elements import Codec, DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
-from ps_core.tables.table_spec import TableSpec
+from ps_core.tables.table_spec import RowsSpec, RowStorage, TableSpec
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.part_file import read_header, read_tensor
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_runtime.system.disk import DISK, Disk
 from ps_server.checkpoint.checkpoint_parts import CheckpointParts
 from ps_server.ranges.events import Place, PullEvent, PushEvent, SealEvent, SealTerms, Sender
+from ps_server.rows.row_partition import RowSnapshot
 from ps_server.service.node import ParameterNode
+from ps_server.values.row_gradients import payload_of
 
 SERVER = Session("cluster", b"t" * 16, NodeId(1), Incarnation(10), Role.SERVER)
 MODEL = TableId(1)
 BLOCKS, LENGTH, RANGES = 5, 64, 2
+OPTIMIZER = OptimizerSpec(OptimizerKind.SGD, (("lr", 1.0),))
 
 
 class Server:
@@ -50,17 +55,17 @@ class Server:
         self.reports: list[tuple[int, PartReport]] = []
         self.reported = asyncio.Event()
         self.parts = CheckpointParts(self.node, self._report, 0)
-        optimizer = OptimizerSpec(OptimizerKind.SGD, (("lr", 1.0),))
-        spec = TableSpec(
-            "model", DType.FLOAT32, blocks * length, optimizer, block_elements=length,
-            consistency=parsed(setting),
-        )  # fmt: skip
+        spec = replace(self.spec_of(blocks), consistency=parsed(setting))
         self.table = Table(MODEL, 0, spec.validated())
         self.others: tuple[Table, ...] = ()
         self.url, self.view_number = url, 0
         self.stream = self.node.open_stream(replace(SERVER, role=Role.WORKER))
         self._sequences = dict.fromkeys(range(RANGES), 0)
         self.see(None)
+
+    def spec_of(self, blocks: int) -> TableSpec:
+        count = blocks * self.length
+        return TableSpec("model", DType.FLOAT32, count, OPTIMIZER, block_elements=self.length)
 
     def begin_parts(self, buffer_bytes: int, disk: Disk = DISK, stall_s: float = 15.0) -> None:
         """With so much room for copies."""
@@ -88,12 +93,12 @@ class Server:
         self.node.observe(view)
         self.parts.observe(view)
 
-    def propose(self, number: int = 1, *, is_under_way: bool = False) -> None:
+    def propose(self, number: int = 1, *, base: int = 0, is_under_way: bool = False) -> None:
         """All is to be cut; `is_under_way` as of `see`."""
         setting = self.table.consistency
         proposed = TableChange(self.view_number, 0, setting, checkpoint=number)
         self.table = replace(self.table, proposed=proposed)
-        self.see(Checkpoint(number, self.url), is_under_way=is_under_way)
+        self.see(Checkpoint(number, self.url, base=base), is_under_way=is_under_way)
 
     def cut(self, clock: int, number: int = 1) -> None:
         """It is settled."""
@@ -105,16 +110,22 @@ class Server:
         self.table = replace(self.table, proposed=None, cut=None)
         self.see(None)
 
-    def step(self, clock: int) -> None:
-        """The worker's, on all blocks."""
+    def gradient_of(self, block: int) -> memoryview:
+        del block
+        return memoryview(np.ones(self.length, np.float32).tobytes())
+
+    def step(self, clock: int, but: Collection[int] = ()) -> None:
+        """The worker's, on all blocks but these."""
         sender = Sender(Incarnation(11), 0, self.stream.origin)
-        gradient = memoryview(np.ones(self.length, np.float32).tobytes())
         for range_id, blocks in self.table.blocks_by_range(RANGES).items():
             place = Place(MODEL, range_id, AssignmentEpoch(1))
             for block in blocks:
+                if block in but:
+                    continue
+                gradient = self.gradient_of(block)
                 payload = self.node.shards.decode(place, block, Codec.FP32, gradient, b"")
                 event = PushEvent(
-                    place, sender, self._next(range_id), clock, block, self.length * 4, payload
+                    place, sender, self._next(range_id), clock, block, gradient.nbytes, payload
                 )
                 self.node.entries(self.stream, [event])
             seal = SealEvent(place, sender, self._next(range_id), SealTerms(clock, ()))
@@ -145,6 +156,29 @@ class Server:
                 name: set(np.frombuffer(read_tensor(file, header, name), np.float32).tolist())
                 for name in header.tensors
             }
+
+
+class RowServer(Server):
+    """Rows in fewer bits, of which a turn copies eight: two partitions in each range."""
+
+    rows = RowsSpec(2 * RANGES, storage=RowStorage.INT8)
+    row_bytes = limits.ROW_ID_BYTES + 4 * (1 << 15)  # as they are written
+    row_count = 24  # of each partition
+
+    def spec_of(self, blocks: int) -> TableSpec:
+        del blocks
+        return TableSpec("rows", DType.FLOAT32, 1 << 15, OPTIMIZER, rows=self.rows)
+
+    def gradient_of(self, block: int) -> memoryview:
+        numbers = (each for each in range(10_000) if partition_of(each, self.rows) == block)
+        ids = np.fromiter(itertools.islice(numbers, self.row_count), np.uint64)
+        return memoryview(payload_of(ids, np.ones((len(ids), 1 << 15), np.float32)))
+
+    def snapshots(self) -> list[RowSnapshot]:
+        """Of all partitions that are captured."""
+        stores = self.node.shards.stores.values()
+        parts = [each for store in stores for each in store._partitions.values()]  # type: ignore[union-attr]
+        return [each.snapshot for each in parts if each.snapshot is not None]
 
 
 def run(tmp_path: Path, drive: Callable[[Server], Awaitable[None]], setting: str = "bsp") -> None:
@@ -260,6 +294,41 @@ def test_the_loop_waits_for_no_store_and_steps_without_room_for_copies_do(
         assert list(server.values(report).values()) == [{-1.0}] * BLOCKS
 
     run(tmp_path, drive, setting)
+
+
+@pytest.mark.parametrize("unchanged", [(), (0, 2)])
+def test_rows_in_fewer_bits_change_once_their_copies_fit(
+    tmp_path: Path, unchanged: tuple[int, ...]
+) -> None:
+    """Copies have them in all their bits. Some partitions may be as in the checkpoint before."""
+    room = 8 * RowServer.row_bytes
+
+    async def drive() -> None:
+        server = RowServer(f"file://{tmp_path}/00000001-c")
+        server.begin_parts(room)
+        server.step(1)
+        server.propose()
+        server.cut(1)
+        assert not (await server.report()).problem
+        server.reports.clear()
+        server.reported.clear()
+        server.url = f"file://{tmp_path}/00000002-c"
+        server.step(2, but=unchanged)
+        server.propose(2, base=1)
+        server.cut(2, 2)
+        assert server.clocks == {2}
+        captured = server.snapshots()
+        assert len(captured) == 4 - len(unchanged)
+        server.step(3)
+        assert server.clocks == {2}
+        report = await server.report()
+        assert not report.problem
+        assert report.referred_block_count == len(unchanged)
+        assert server.clocks == {3}
+        assert max(each._kept_count for each in captured) * server.row_bytes <= room
+        await server.parts.close()
+
+    asyncio.run(drive())
 
 
 def test_a_store_that_takes_nothing_holds_training_for_a_while_only(tmp_path: Path) -> None:
