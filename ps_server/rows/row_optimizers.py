@@ -23,7 +23,10 @@ Trenches" (2013), algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -38,6 +41,12 @@ from ps_server.rows.row_kernels import Numbers
 Number = np.floating[Any]
 
 _LANE_COUNT = 8
+
+_KEPT_COUNT, _LEAST_COUNT, _KEPT_BETAS = 1 << 16, 64, 16
+"""Of bias corrections: the most that are kept of a beta, the least that a call finds, the betas."""
+
+_MOST_COUNT = 2**53
+"""Steps of a row, at most: a float64 would lose steps there."""
 
 SUM, FIRST, SECOND, HELD = "sum", "exp_avg", "exp_avg_sq", "held"
 
@@ -183,10 +192,56 @@ def _adam_scales(
     counted = steps[numbers]
     counted += 1
     steps[numbers] = counted
-    counts = counted[:, 0].astype(np.float64)
-    divisors = np.sqrt(1 - hyperparameters["beta2"] ** counts).astype(steps.dtype)
-    factors = (rate / (1 - hyperparameters["beta1"] ** counts)).astype(steps.dtype)
+    # What is no count, as a checkpoint may have been given it, is one.
+    bounded = np.fmin(np.fmax(counted[:, 0], 1), _MOST_COUNT)
+    counts = bounded.astype(np.int64)
+    squares = bias_corrections(hyperparameters["beta2"]).of(counts)
+    means = bias_corrections(hyperparameters["beta1"]).of(counts)
+    divisors = np.sqrt(squares).astype(steps.dtype)
+    factors = (rate / means).astype(steps.dtype)
     return np.stack((divisors, factors), axis=1)
+
+
+class BiasCorrections:
+    """`1 - beta ** n` of step counts n, from 1; the powers are the C library's, as torch's own.
+
+    numpy's are others on some processors, and replicas must agree. Those of small counts are kept:
+    each call finds as many more as it is asked for, until all further ones are 1.
+    """
+
+    def __init__(self, beta: float) -> None:
+        self._beta = beta
+        self._kept: npt.NDArray[np.float64] = np.zeros(1)  # by count
+
+    def of(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """The corrections of these counts."""
+        most = int(counts.max(initial=1))
+        kept = self._grown(most, len(counts))
+        last = len(kept) - 1
+        if most <= last:
+            return kept[counts]
+        found = kept[np.minimum(counts, last)]
+        if kept[last] < 1.0:
+            others = np.flatnonzero(counts > last)
+            distinct, which = np.unique(counts[others], return_inverse=True)
+            found[others] = self._computed(distinct.tolist())[which]
+        return found
+
+    def _grown(self, most: int, new_count: int) -> npt.NDArray[np.float64]:
+        kept, begin = self._kept, len(self._kept)
+        end = min(most + 1, _KEPT_COUNT, begin + max(new_count, _LEAST_COUNT))
+        if end > begin and kept[-1] < 1.0:
+            self._kept = kept = np.append(kept, self._computed(range(begin, end)))
+        return kept
+
+    def _computed(self, counts: Iterable[int]) -> npt.NDArray[np.float64]:
+        powers = map(math.pow, itertools.repeat(self._beta), counts)
+        found: npt.NDArray[np.float64] = 1.0 - np.fromiter(powers, np.float64)
+        return found
+
+
+bias_corrections = functools.lru_cache(_KEPT_BETAS)(BiasCorrections)
+"""One for each of the last betas: a step may change them."""
 
 
 def _adam(

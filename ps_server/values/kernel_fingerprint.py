@@ -3,7 +3,9 @@
 Two servers give the same bits only with the same torch, the same SIMD capability and kernels that
 do the same: the last is tried, not believed. They understand each other for sure only if they are
 of one release of pushpull. The self-test runs every kernel, exact and fast, on
-fixed inputs and hashes values and optimizer state: a few milliseconds, once in a process.
+fixed inputs and hashes values and optimizer state: a few milliseconds, once in a process. Powers of
+step counts are the C library's, so it hashes some, up to large counts. All else that numpy computes
+for replicas is exact, so its version does not matter.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ from ps_core.tables.optimizers import (
     OptimizerKind,
     OptimizerSpec,
 )
-from ps_server.rows.row_optimizers import RowOptimizer
+from ps_server.rows.row_optimizers import BiasCorrections, RowOptimizer
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.optimizers import BlockState, Optimizer
 
 _ELEMENT_COUNT = 192
 _ROW_ELEMENTS = 24
 _STEP_COUNT = 3
+_LATE_STEPS = 1_000
+_BETAS = (0.9, 0.99, 0.999, 0.9999)
+_COUNTS = np.array([*range(1, 1_000), *range(1_000, 1_000_000, 9_973)], np.int64)
 _DIGEST_CHARS = 16
 
 try:  # reads a file, so not on an event loop
@@ -61,6 +66,8 @@ def kernel_fingerprint() -> str:
     for kind in sorted(ROW_OPTIMIZERS, key=lambda kind: kind.value):
         for dtype in (torch.float32, torch.float64):
             _run_rows(OptimizerSpec(kind), dtype, digest)
+    for beta in _BETAS:
+        digest.update(BiasCorrections(beta).of(_COUNTS).tobytes())
     return (
         f"pushpull={_RELEASE};torch={torch.__version__};"
         f"cpu={torch.backends.cpu.get_cpu_capability()};"
@@ -72,7 +79,9 @@ def _run(spec: OptimizerSpec, dtype: torch.dtype, digest: hashlib._Hash) -> None
     optimizer = Optimizer(spec, BufferPool())
     bounds = np.array([0, _ELEMENT_COUNT], dtype=np.int64)
     state = BlockState(fixed_input(0, _ELEMENT_COUNT, dtype), bounds)
-    for step in range(1, _STEP_COUNT + 1):
+    for step in range(1, _STEP_COUNT + 2):
+        if step > _STEP_COUNT:
+            state.set_segment_steps([_LATE_STEPS])
         gradient = fixed_input(step, _ELEMENT_COUNT, dtype)
         optimizer.apply(state, gradient, None, dict(spec.hyperparameters))
     for _, tensor in sorted([("values", state.values), *state.slots.items()]):

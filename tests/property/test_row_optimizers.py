@@ -1,7 +1,10 @@
-"""The row optimizers' compiled loops against numpy: the same bits, whatever comes."""
+"""The row optimizers' compiled loops against numpy: the same bits, whatever comes. Their powers of
+step counts are the C library's, whatever was asked before.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,9 +15,11 @@ from hypothesis import strategies as st
 
 from ps_core.tables.optimizers import ROW_OPTIMIZERS, OptimizerKind, OptimizerSpec
 from ps_server.rows import row_step_loops
-from ps_server.rows.row_optimizers import RowOptimizer
+from ps_server.rows.row_optimizers import BiasCorrections, RowOptimizer
 
 ROW_COUNT = 7
+COUNTS = st.lists(st.one_of(st.integers(1, 400), st.integers(1, 2**53)), max_size=9)
+BETAS = st.sampled_from([0.0, 0.5, 0.9, 0.999, 1 - 2.0**-20])
 SPECIAL = (0.0, -0.0, np.inf, -np.inf, np.nan, 1e38, -1e-38)
 
 
@@ -51,3 +56,27 @@ def test_loops_and_numpy_give_the_same_bits(
             optimizer.step(twins, numbers, gradients, hyperparameters)
     for name, rows in ours.items():
         assert rows.tobytes() == twins[name].tobytes(), name
+
+
+@given(BETAS, st.lists(COUNTS, min_size=1, max_size=4))
+def test_bias_corrections_are_the_c_librarys_whatever_was_asked_before(
+    beta: float, calls: list[list[int]]
+) -> None:
+    corrections = BiasCorrections(beta)
+    for counts in [*calls, list(range(1, 900))]:
+        expected = [1.0 - math.pow(beta, count) for count in counts]
+        assert corrections.of(np.array(counts, np.int64)).tolist() == expected
+
+
+@pytest.mark.parametrize(("loaded", "taken"), [(-3.0, 0), (np.nan, 0), (2.5, 2), (np.inf, 2**60)])
+def test_what_is_no_step_count_is_one(loaded: float, taken: float) -> None:
+    optimizer = RowOptimizer(OptimizerSpec(OptimizerKind.ADAM), 2)
+    found = []
+    for steps in (loaded, taken):
+        arrays: Any = {"values": np.ones((1, 2)), **optimizer.first_state(1, np.float64)}
+        arrays["step"][:] = steps
+        hyperparameters = dict(OptimizerSpec(OptimizerKind.ADAM).merged(()))
+        optimizer.step(arrays, np.arange(1), np.ones((1, 2)), hyperparameters)
+        found.append(arrays["values"].tolist())
+    assert found[0] == found[1]
+    assert np.isfinite(found[0]).all()

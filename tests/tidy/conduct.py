@@ -18,6 +18,18 @@ HIDING = re.compile(r"(pytest|unittest|mark)\.(skip\w*|xfail|importorskip)$|\.sk
 
 MOCKING = {"unittest.mock", "mock", "pytest_mock"}
 
+REPLICATED = ("ps_server/rows/", "ps_server/values/", "ps_core/codecs/", "ps_core/rows.py")
+
+ROUNDED_BY_PROCESSOR = {
+    f"np.{name}"
+    for name in (
+        *("power", "float_power", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "cbrt"),
+        *("sin", "cos", "tan", "arcsin", "arccos", "arctan", "arctan2", "hypot", "logaddexp"),
+        *("sinh", "cosh", "tanh", "arcsinh", "arccosh", "arctanh", "logaddexp2"),
+    )
+}
+"""With AVX-512 numpy computes them by SVML, else by its own loops or the C library."""
+
 PURE_TESTS = ("tests/unit/", "tests/property/", "tests/sim/")
 """Tests without sockets and processes; addresses in them are values that nobody binds."""
 
@@ -117,6 +129,25 @@ def check_invariants(source: Source) -> Iterator[Finding]:
                 yield Finding(
                     source.path, node.lineno, f"invariant {number} is not in the docstring"
                 )
+
+
+def check_equal_bits(source: Source) -> Iterator[Finding]:
+    """What replicas must agree on has no function of numpy's that rounds otherwise on another
+    processor; a power whose exponent is no constant may be one.
+    """
+    if not source.path.startswith(REPLICATED):
+        return
+    for node in source.nodes:
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ROUNDED_BY_PROCESSOR:
+            word = ast.unparse(node)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+            ends = {type(each) for each in ast.walk(node.right)}
+            if ends <= {ast.Constant, ast.UnaryOp, ast.USub}:
+                continue
+            word = ast.unparse(node)
+        else:
+            continue
+        yield Finding(source.path, node.lineno, f"{word}: use math's, number by number")
 
 
 def check_prints(source: Source) -> Iterator[Finding]:

@@ -29,6 +29,7 @@ RULES: dict[str, Rule] = {
         conduct.check_pure_tests,
         conduct.check_deadlines,
         conduct.check_invariants,
+        conduct.check_equal_bits,
         conduct.check_prints,
     )
 }

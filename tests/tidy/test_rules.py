@@ -88,6 +88,8 @@ BAD = [
     ),
     ("invariants", "ps_core/keys.py", '"""Keys.\n\nKEY-1 holds."""\ncheck(False, "KEY-2", "no")'),
     ("invariants", "ps_core/keys.py", 'raise InvariantViolation("KEY-2", "no")'),
+    ("equal_bits", "ps_server/rows/row_optimizers.py", "scale = 1 - beta**counts"),
+    ("equal_bits", "ps_core/codecs/int8.py", "x = np.tanh(x)"),
     ("prints", "ps_server/service/servicer.py", "print('hello')"),
 ]
 
@@ -112,6 +114,8 @@ GOOD = [
         "call = stub.RegisterNode(request, timeout=deadline_s)",
     ),
     ("invariants", "ps_core/keys.py", '"""KEY-1 holds."""\ncheck(True, "KEY-1", "yes")'),
+    ("equal_bits", "ps_server/rows/row_optimizers.py", "np.sqrt(2.0**-13 * math.pow(beta, n))"),
+    ("equal_bits", "ps_worker/spec/settings.py", "np.exp(2.0**x)"),
     ("prints", "ps_cli/status.py", "print('hello')"),
     ("prints", "ps_runtime/settings/config.py", "def print_config(): print('hello')"),
 ]
