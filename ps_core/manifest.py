@@ -156,7 +156,8 @@ class ReportedTable:
 @dataclass(frozen=True, slots=True)
 class PartReport:
     """A node's report: its file, or a problem, or neither if it has nothing to write. Some blocks
-    may be references: their number, their bytes, and the directories that have them.
+    may be references: their number, their bytes, and the directories that have them. A worker's
+    `has_parameters` if it has some, or was to have, that no server has.
     """
 
     file: str = ""
@@ -167,6 +168,7 @@ class PartReport:
     referred_block_count: int = 0
     referred_byte_count: int = 0
     bases: tuple[str, ...] = ()
+    has_parameters: bool = False
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,11 @@ class Manifest:
     def run(self) -> frozenset[bytes]:
         """Timelines of the checkpoint's run."""
         return frozenset((self.timeline, *self.lineage)) - {b""}
+
+    @property
+    def lost_ranks(self) -> frozenset[int]:
+        """Workers whose states are lost in it."""
+        return frozenset(worker.rank for worker in self.workers if worker.problem)
 
     @property
     def is_imported(self) -> bool:

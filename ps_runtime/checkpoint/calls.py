@@ -37,6 +37,7 @@ async def report_part(link: SchedulerLink, number: int, part: PartReport) -> Non
         referred_block_count=part.referred_block_count,
         referred_byte_count=part.referred_byte_count,
         bases=part.bases,
+        has_parameters=part.has_parameters,
     )
     await link.call("ReportCheckpointPart", request, "the scheduler to hear of a checkpoint's part")
 

@@ -592,4 +592,6 @@ def part_from_proto(said: scheduler_pb2.ReportCheckpointPartRequest) -> PartRepo
     }
     file = said.file, said.byte_count, said.header_sha256.hex()
     referred = said.referred_block_count, said.referred_byte_count
-    return PartReport(*file, tables, said.problem, *referred, tuple(said.bases))
+    return PartReport(
+        *file, tables, said.problem, *referred, tuple(said.bases), said.has_parameters
+    )

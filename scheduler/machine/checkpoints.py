@@ -8,7 +8,8 @@
 
     proposed   --nothing has moved since the checkpoint that the cluster began from--> that one
     cut        --all workers wait for it, before the step of the cut--> proposed, as another
-    proposed | cut --too late, a range has another primary, a server left or cannot write--> failed
+    proposed | cut --too late, a range has another primary, a server left, a node cannot write-->
+        failed
 
 Rules:
     - One checkpoint runs at a time. A request gets it while it is proposed, the next one later.
@@ -16,8 +17,12 @@ Rules:
       may come with its update log.
     - The first of `checkpoint_full_every` complete checkpoints in a row is full. The others refer
       to the newest complete one that this cluster wrote.
-    - A worker that is gone, or reports that it lost its state, is lost in the manifest; the others
-      have their state there.
+    - A worker that reports that it cannot write its state fails the checkpoint: it lives, and the
+      next one may have it.
+    - A worker that is gone, or left and could not write its state then, is lost in the manifest,
+      because no later checkpoint can have it; the others have their state there. But where workers
+      have parameters that no server has, one without any worker's state fails. So says a table of
+      AGGREGATE, or a worker's report of a part.
     - A worker that has left takes no more steps, so the state that it wrote when it left is valid
       at every cut from its last step on. An earlier cut has no state of it. One that left without
       a file had nothing to write.
@@ -38,6 +43,8 @@ Invariants:
     CP-1  No table is cut before every server with a shard of it, and every worker that was asked,
           has named its clock; the cut is after the highest of them.
     CP-2  A checkpoint is complete only if every block of every table that it cut was reported.
+    CP-3  Where only workers have parameters, a checkpoint that lacks a worker's state is complete
+          only if it has another's.
 
 `scheduler.machine.checkpoint_schedule` decides when a checkpoint is due; the edge
 (`scheduler.edge.checkpointing`) writes its manifest.
@@ -52,9 +59,10 @@ from dataclasses import replace
 from ps_core import limits
 from ps_core.change import Checkpoint, TableCut
 from ps_core.cluster_view import RESTORE, Node, NodeState, Role, lost_among
-from ps_core.errors import InvalidConfig
+from ps_core.errors import InvalidConfig, listed
 from ps_core.keys import NodeId, TableId
 from ps_core.manifest import PartReport, directory_name, is_file_name, number_of
+from ps_core.tables.optimizers import OptimizerKind
 from ps_core.tables.table import Table
 from scheduler.machine.changes import PendingProposal, TableChanges
 from scheduler.machine.checkpoint_state import (
@@ -77,6 +85,7 @@ LEAVING = 0  # the number of no checkpoint: the part of a worker that leaves
 UNNAMED = ""  # the run that checkpoints cover
 CHECKPOINTS_FEATURE = "checkpoints"  # feature of a worker that answers views with a checkpoint
 
+_NAMED_COUNT = 3  # lost workers that a message names
 _NOT_BEGUN = "it was starting up, had taken no step and attached no state"
 
 
@@ -250,8 +259,10 @@ class CheckpointAttempts:
         """
         _check_names(part)
         attempt = self._running(number)
-        if number == LEAVING and node.role is Role.WORKER and node.run == UNNAMED:
-            self._state.left_parts[node.rank] = LeftPart(node.node_id, part)
+        if node.role is Role.WORKER and node.run == UNNAMED:
+            self._state.workers_have_parameters |= part.has_parameters
+            if number == LEAVING:
+                self._state.left_parts[node.rank] = LeftPart(node.node_id, part)
         if attempt is None or attempt.is_written:
             return []
         if part.problem and node.role is Role.SERVER:  # reported once, before the cut or after
@@ -260,6 +271,8 @@ class CheckpointAttempts:
             return []
         if node.role is Role.WORKER and node.node_id not in attempt.workers:
             raise InvalidConfig(f"worker {node.rank} is not in checkpoint {number}")
+        if part.problem:
+            return self._fail(attempt, f"worker {node.rank}: {part.problem}")
         tables = {each: written for each, written in part.tables.items() if each in attempt.cuts}
         attempt.parts[node.node_id] = replace(part, tables=tables)
         return self.look()
@@ -364,10 +377,10 @@ class CheckpointAttempts:
             return self._cut(attempt)
         if self._servers_missing(attempt) or self._workers_missing(attempt):
             return []
-        problem = self._uncovered(attempt)
+        attempt.left = self._left(attempt)
+        problem = self._uncovered(attempt) or self._without_parameters(attempt)
         if problem:
             return self._fail(attempt, problem)
-        attempt.left = self._left(attempt)
         attempt.is_written = True
         return [CheckpointWritten(attempt)]
 
@@ -500,6 +513,23 @@ class CheckpointAttempts:
             if found != table.block_count:
                 return f"{found} of {table.block_count} blocks of '{table.spec.name}' were written"
         return ""
+
+    def _without_parameters(self, attempt: Attempt) -> str:
+        """Message if only workers have parameters, and no worker's state is there (CP-3); else
+        empty.
+        """
+        kinds = {table.spec.optimizer.kind for table in attempt.cuts.values()}
+        if OptimizerKind.AGGREGATE not in kinds and not self._state.workers_have_parameters:
+            return ""
+        found = [*attempt.left.items()]
+        for node_id, place in attempt.workers.items():
+            if node_id in attempt.parts and place.rank not in attempt.left:
+                found.append((place.rank, attempt.parts[node_id]))
+        lost = sorted((rank, part.problem) for rank, part in found if part.problem)
+        if not lost or any(part.file for _, part in found):
+            return ""
+        named = listed([f"worker {rank}: {problem}" for rank, problem in lost], _NAMED_COUNT)
+        return f"no worker's state is in it, and only the workers have parameters: {named}"
 
     def _reason(self, attempt: Attempt, now_s: float) -> str:
         what = f"checkpoint {attempt.number}"

@@ -309,6 +309,7 @@ class ClusterState:
     checkpoint_base: int = 0  # newest complete one of this cluster; 0: the next one is full
     checkpoints_since_full: int = 0  # complete ones, the full one included
     left_parts: dict[int, LeftPart] = field(default_factory=dict)  # by rank
+    workers_have_parameters: bool = False  # that no server has, as a worker has reported
     courses: dict[TableId, CourseRecord] = field(default_factory=dict)  # of adaptive bounds
     data_sets: dict[tuple[str, str], DataSet] = field(default_factory=dict)
     checkpoint_ends: dict[int, str] = field(default_factory=dict)  # reason of failure, or empty

@@ -70,6 +70,11 @@ class Harness:
     def leave(self, session: Session) -> None:
         self.transitions += self.cluster.deregister(session, "done", self.now_s).transitions
 
+    def die(self, session: Session) -> None:
+        """It is gone in the middle of its work."""
+        ended = self.cluster.deregister(session, "SIGKILL", self.now_s, unfinished=True)
+        self.transitions += ended.transitions
+
     def create(self, session: Session, spec: TableSpec = SPEC) -> Created | Parked:
         decision = self.cluster.create_table(session, spec, self.now_s)
         self.transitions += decision.transitions

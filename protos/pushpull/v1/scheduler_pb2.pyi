@@ -526,7 +526,7 @@ class WrittenTable(_message.Message):
     def __init__(self, table_id: _Optional[int] = ..., block_count: _Optional[int] = ..., clock: _Optional[int] = ..., is_torn: _Optional[bool] = ...) -> None: ...
 
 class ReportCheckpointPartRequest(_message.Message):
-    __slots__ = ("session", "number", "file", "byte_count", "header_sha256", "tables", "problem", "referred_block_count", "referred_byte_count", "bases")
+    __slots__ = ("session", "number", "file", "byte_count", "header_sha256", "tables", "problem", "referred_block_count", "referred_byte_count", "bases", "has_parameters")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     FILE_FIELD_NUMBER: _ClassVar[int]
@@ -537,6 +537,7 @@ class ReportCheckpointPartRequest(_message.Message):
     REFERRED_BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
     REFERRED_BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
     BASES_FIELD_NUMBER: _ClassVar[int]
+    HAS_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionIdentity
     number: int
     file: str
@@ -547,7 +548,8 @@ class ReportCheckpointPartRequest(_message.Message):
     referred_block_count: int
     referred_byte_count: int
     bases: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., number: _Optional[int] = ..., file: _Optional[str] = ..., byte_count: _Optional[int] = ..., header_sha256: _Optional[bytes] = ..., tables: _Optional[_Iterable[_Union[WrittenTable, _Mapping]]] = ..., problem: _Optional[str] = ..., referred_block_count: _Optional[int] = ..., referred_byte_count: _Optional[int] = ..., bases: _Optional[_Iterable[str]] = ...) -> None: ...
+    has_parameters: bool
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., number: _Optional[int] = ..., file: _Optional[str] = ..., byte_count: _Optional[int] = ..., header_sha256: _Optional[bytes] = ..., tables: _Optional[_Iterable[_Union[WrittenTable, _Mapping]]] = ..., problem: _Optional[str] = ..., referred_block_count: _Optional[int] = ..., referred_byte_count: _Optional[int] = ..., bases: _Optional[_Iterable[str]] = ..., has_parameters: _Optional[bool] = ...) -> None: ...
 
 class ReportCheckpointPartResponse(_message.Message):
     __slots__ = ()
