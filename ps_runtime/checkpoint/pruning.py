@@ -3,6 +3,8 @@
 Rules:
     - A checkpoint newer than the oldest kept one is not removed, because it may be about to be
       written; nor is one that a kept one refers to.
+    - A worker's state that all kept ones of its run lack stays, in the newest one that has it. If
+      each of them lacks some worker's, the newest that lacks none stays as well.
     - The newest go first, so that a removal that breaks off leaves no dangling reference.
     - A running cluster reads the checkpoint that it began from as long as it goes on: a table or a
       state may come late. While that one cannot be read, all that are older stay, because it may
@@ -13,9 +15,9 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
-from ps_core.errors import InvalidConfig
+from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import Manifest
 from ps_runtime.checkpoint.store import CheckpointStore
 
@@ -23,8 +25,8 @@ from ps_runtime.checkpoint.store import CheckpointStore
 def prune(
     store: CheckpointStore, keep: int, run: Collection[bytes] | None = None, source: str = ""
 ) -> list[str]:
-    """Remove all checkpoints older than the newest `keep` good ones, save those referred to;
-    returns their names. InvalidConfig if `keep` is below 1.
+    """Remove all checkpoints older than the newest `keep` good ones, save those referred to and
+    those with states that these lack; returns their names. InvalidConfig if `keep` is below 1.
 
     `run` has one run's timelines: checkpoints of others neither count nor go. None: all runs.
     `source` is the name of the checkpoint that a running cluster began from, which stays as well.
@@ -48,11 +50,48 @@ def prune(
         else:
             may_be_needed = there[: there.index(source) + 1]
             older = [name for name in older if name not in may_be_needed]
+    older = _with_what_is_lost(store, older, kept)
     stay = {*kept, *(base for manifest in kept.values() for base in manifest.bases)}
     removed = [name for name in older if name not in stay]
     for name in reversed(removed):
         store.named(name).remove()
     return removed
+
+
+def _with_what_is_lost(
+    store: CheckpointStore, older: list[str], kept: dict[str, Manifest]
+) -> list[str]:
+    """Add to `kept` those of the `older` that have what these lack of workers. The result is the
+    `older` without one that may have it and cannot be opened, and without all that it may refer to.
+    """
+    if not any(manifest.lost_ranks for manifest in kept.values()):
+        return older
+    for place in reversed(range(len(older))):
+        if older[place] in kept:
+            continue
+        directory, found = store.named(older[place]), store.judged(older[place])
+        if isinstance(found, Manifest):
+            if _has_what_is_lost(found, kept.values()):
+                kept[older[place]] = found
+        elif directory.has_manifest():
+            try:
+                may_have = _has_what_is_lost(directory.read_manifest(), kept.values())
+            except InvalidCheckpoint:
+                may_have = True
+            if may_have:
+                return older[place + 1 :]
+    return older
+
+
+def _has_what_is_lost(older: Manifest, kept: Iterable[Manifest]) -> bool:
+    """True if all that are kept of the run lack a worker's state, and the older one lacks none, or
+    has one that all of them lack.
+    """
+    lost = [each.lost_ranks for each in kept if each.run & older.run]
+    if not lost or not all(lost):
+        return False
+    has = {worker.rank for worker in older.workers if worker.file}
+    return not older.lost_ranks or bool(has & frozenset.intersection(*lost))
 
 
 def _names_of(store: CheckpointStore, there: list[str], run: Collection[bytes]) -> list[str]:

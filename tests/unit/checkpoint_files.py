@@ -144,8 +144,10 @@ def write_part(
     return SavedPart(file, written.byte_count, written.header_sha256, counts, referred, elsewhere)
 
 
-def write_worker(directory: CheckpointDirectory, number: int, disk: Disk = DISK) -> SavedWorker:
-    file = "worker-0-7.safetensors"
+def write_worker(
+    directory: CheckpointDirectory, number: int, disk: Disk = DISK, rank: int = 0
+) -> SavedWorker:
+    file = f"worker-{rank}-7.safetensors"
     path = directory.begin(file)
     state = {"generators": {"torch": {"tensor": "torch"}}}
     generator = np.arange(16, dtype=np.uint8) + number % 100
@@ -153,10 +155,10 @@ def write_worker(directory: CheckpointDirectory, number: int, disk: Disk = DISK)
         "torch": WorkerTensor("U8", (16,), generator.astype(np.uint8).tobytes()),
         "momentum": WorkerTensor("F32", (2, 3), np.ones(6, np.float32).tobytes()),
     }
-    worker = StoredWorker(0, 41, state)
+    worker = StoredWorker(rank, 41, state)
     written = write_worker_part(path, (number, CLUSTER_ID), worker, tensors, disk)
     directory.commit(file, path)
-    return SavedWorker(0, 41, file, written.byte_count, written.header_sha256)
+    return SavedWorker(rank, 41, file, written.byte_count, written.header_sha256)
 
 
 def tables_of(specs: Sequence[TableSpec]) -> tuple[SavedTable, ...]:

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from ps_core.manifest import MANIFEST_FILE
+from ps_core.manifest import MANIFEST_FILE, SavedWorker
 from ps_runtime.checkpoint.pruning import prune
 from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.observe.metrics import SchedulerMetrics
 from scheduler.edge.checkpointing import Checkpointing
 from scheduler.machine.checkpoint_schedule import CheckpointPolicy
 from scheduler.machine.checkpoint_state import CheckpointWritten
-from tests.unit.checkpoint_files import CLUSTER_ID, attempt_at, write_checkpoint
+from tests.unit.checkpoint_files import CLUSTER_ID, attempt_at, write_checkpoint, write_worker
 from tests.unit.cluster_harness import Harness
 from tests.unit.reluctant_store import Failures, Gate, reluctant_store
 
@@ -103,3 +103,74 @@ def test_a_read_that_fails_makes_no_checkpoint_of_another_run_ones_own(
     Failures("cat_file", f"{foreign}/{MANIFEST_FILE}")
     assert prune(reluctant, 1, {SECOND}) == [gone]
     assert reluctant.names() == [foreign, newest]
+
+
+# --- what the kept ones lack of workers
+
+
+def of_workers(
+    store: CheckpointStore, number: int, states: str, timeline: bytes = FIRST, base: str = ""
+) -> str:
+    """The name of a good checkpoint; `states` has a sign for each worker: its state is there ("x"),
+    lost ("-"), or there was none (".").
+    """
+    directory = store.directory(number, CLUSTER_ID)
+    manifest = write_checkpoint(directory, number, base=base)
+    workers = tuple(
+        write_worker(directory, number, rank=rank)
+        if sign == "x"
+        else SavedWorker(rank, 41, problem="it died" if sign == "-" else "")
+        for rank, sign in enumerate(states)
+    )
+    directory.write_manifest(replace(manifest, timeline=timeline, workers=workers))
+    return directory.name
+
+
+@pytest.mark.parametrize(
+    ("states", "stay"),
+    [
+        (["xx", "xx", "xx"], [2]),
+        (["xx", "xx", "x-"], [1, 2]),
+        (["xx", "x-", "x-"], [0, 2]),
+        (["x.", "x.", "-."], [1, 2]),
+        (["xx", "x-", "-x"], [0, 1, 2]),  # no two of them have what the oldest has at one step
+        (["xx", "xx", "x-", "-x"], [1, 2, 3]),
+        (["x-", "x-", "--"], [1, 2]),
+        (["x-", "x-", "x-"], [2]),  # nobody has it
+        (["--", "--"], [1]),
+    ],
+)
+@pytest.mark.parametrize("run", [None, {FIRST}])
+def test_what_the_newest_lacks_of_a_worker_stays(
+    reluctant: CheckpointStore, states: list[str], stay: list[int], run: set[bytes] | None
+) -> None:
+    """In the newest that has it."""
+    names = [of_workers(reluctant, number, each) for number, each in enumerate(states, 1)]
+    prune(reluctant, 1, run)
+    assert reluctant.names() == [names[each] for each in stay]
+    assert prune(reluctant, 1, run) == []
+
+
+def test_one_that_stays_for_a_state_keeps_what_it_refers_to(reluctant: CheckpointStore) -> None:
+    base = of_workers(reluctant, 1, "--")
+    whole = of_workers(reluctant, 2, "xx", base=base)
+    newest = of_workers(reluctant, 3, "x-")
+    assert prune(reluctant, 1) == []
+    assert reluctant.names() == [base, whole, newest]
+
+
+def test_another_run_has_no_worker_s_state(reluctant: CheckpointStore) -> None:
+    foreign = of_workers(reluctant, 1, "xx", SECOND)
+    own, newest = of_workers(reluctant, 2, "xx"), of_workers(reluctant, 3, "--")
+    assert prune(reluctant, 1) == [foreign]
+    assert reluctant.names() == [own, newest]
+
+
+def test_one_that_cannot_be_read_may_have_what_the_newest_lacks(reluctant: CheckpointStore) -> None:
+    """And may refer to others."""
+    base, whole = of_workers(reluctant, 1, "--"), of_workers(reluctant, 2, "xx")
+    older, newest = of_workers(reluctant, 3, "x-"), of_workers(reluctant, 4, "x-")
+    Failures("cat_file", f"{whole}/{MANIFEST_FILE}", 2)
+    assert prune(reluctant, 1) == [older]
+    assert prune(reluctant, 1) == [base]
+    assert reluctant.names() == [whole, newest]
