@@ -18,7 +18,8 @@ Rules:
     - A script in a collective call is at a save point there, if another worker waits for a
       checkpoint before it makes that call, because neither would go on.
     - Until its first save point a worker starts up: it may attach more.
-    - A state that cannot be written is reported as lost, and training goes on.
+    - A state that cannot be written is reported as lost, which fails the checkpoint, and training
+      goes on. The report says so if it has parameters that no server has.
     - A worker that leaves writes its state as of its last step, unless it leaves a restored cluster
       while it starts up: that state may lack what the checkpoint has, and is lost. With all states
       and tables of that checkpoint it lacks nothing. A worker without a state says that there is
@@ -36,9 +37,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -84,6 +85,23 @@ class GoesOnWith(Protocol):
     """A state that takes up its own once more when another of its worker has been loaded."""
 
     def goes_on_with(self, state: object, /) -> Any: ...
+
+
+@runtime_checkable
+class KeepsParameters(Protocol):
+    """A state that has parameters which no server has, where `keeps_parameters`."""
+
+    @property
+    def keeps_parameters(self) -> bool: ...
+
+    @property
+    def begins_anew(self) -> str:
+        """Words on training without the state in a checkpoint."""
+        ...
+
+    def is_part_of(self, tables: Collection[str]) -> bool:
+        """True if its model has one of the tables of these names."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +164,7 @@ class SavePoints:
         self._changed = threading.Condition()
         self._threads = ThreadPoolExecutor(1, "checkpoint")
         self._writing: set[Future[None]] = set()
+        self._leaving: Future[None] | None = None  # the state that is written when it leaves
         self._attached: dict[str, HasState] = {}
         self._loaded: set[str] = set()  # those that have what the cluster began from
         self._models: list[Trained] = []
@@ -267,7 +286,9 @@ class SavePoints:
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """Leave; wait for parts that are being written, at most `timeout_s`."""
+        """Leave; wait for parts that are being written, at most `timeout_s`. The state of a worker
+        that leaves is lost if it is not written by then.
+        """
         self.end()
         with self._changed:
             writing = list(self._writing)
@@ -277,6 +298,9 @@ class SavePoints:
                 result_of(each, max(end_s - now_s(), 0.0))
             except TimeoutError:
                 logs.warning("checkpoint_part_not_waited_for", waited_s=timeout_s)
+                if self._leaving is not None and not self._leaving.done():
+                    late = WaitExpired(f"it was not written within {timeout_s:g} s")
+                    self._lost(Checkpoint(_LEAVING, ""), late)
                 break
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -603,6 +627,8 @@ class SavePoints:
             return
         with self._changed:
             writing = self._submitted(partial(self._written, checkpoint, write, tables))
+            if checkpoint.number == _LEAVING:
+                self._leaving = writing
         if writing is None:
             self._written(checkpoint, write, tables)
 
@@ -625,13 +651,21 @@ class SavePoints:
         except Exception as error:  # noqa: BLE001 - as in `_save`
             self._lost(checkpoint, error)
             return
-        report = PartReport(part.file, part.byte_count, part.header_sha256, tables)
+        report = replace(part, tables=tables, has_parameters=self._keep_parameters)
         self._scheduler.report_part(checkpoint.number, report)
 
     def _lost(self, checkpoint: Checkpoint, error: Exception) -> None:
         said = error.message if isinstance(error, PushpullError) else repr(error)
         logs.warning("checkpoint_state_lost", number=checkpoint.number, reason=said)
-        self._scheduler.report_part(checkpoint.number, PartReport(problem=said))
+        lost = PartReport(problem=said, has_parameters=self._keep_parameters)
+        self._scheduler.report_part(checkpoint.number, lost)
+
+    @property
+    def _keep_parameters(self) -> bool:
+        """True if the states have parameters that no server has."""
+        with self._changed:
+            attached = list(self._attached.values())
+        return any(isinstance(s, KeepsParameters) and s.keeps_parameters for s in attached)
 
 
 def cut_clock(view: ClusterView, handle: TableHandle, checkpoint: int) -> int | None:

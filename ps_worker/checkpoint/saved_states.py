@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
@@ -11,12 +12,14 @@ import torch
 
 from ps_core.change import Checkpoint
 from ps_core.cluster_view import Session
-from ps_core.errors import InvalidCheckpoint
-from ps_core.manifest import Imported, PartReport
+from ps_core.errors import InvalidCheckpoint, PushpullError
+from ps_core.manifest import Imported, Manifest, PartReport
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.part_file import PartHeader, StoredWorker
 from ps_runtime.checkpoint.part_writer import WorkerTensor, write_worker_part
 from ps_runtime.checkpoint.reader import CheckpointReader
+from ps_runtime.checkpoint.store import CheckpointStore
+from ps_worker.checkpoint.save_points import KeepsParameters
 from ps_worker.checkpoint.state_codec import TENSOR_DTYPES, decode, encode, tensor_names
 
 _DTYPES = {name: dtype for dtype, name in TENSOR_DTYPES.items()}
@@ -106,12 +109,14 @@ def _payload(tensor: torch.Tensor) -> WorkerTensor:
 class RestoredStates:
     """The states that a worker takes from a checkpoint: its rank's (`is_own`), or else the lowest
     rank's; reads the part. `imported`: the contents, if it was made from a plain state dict.
-    `rank_count`: one more than the highest rank.
+    `rank_count`: one more than the highest rank. `lost`: why there is no worker's state, if all are
+    lost.
     """
 
     def __init__(self, url: str, rank: int) -> None:
         self._states: Mapping[Any, Any] = {}
         self.imported: Imported | None = None
+        self.lost, self._url = "", url
         with CheckpointReader(CheckpointDirectory(locate(url))) as reader:
             self.table_names = tuple(reader.tables)
             if reader.manifest.is_imported:
@@ -121,6 +126,8 @@ class RestoredStates:
             found = next((worker for worker in workers if worker.file), None)
             self.is_own = found is not None and found.rank == rank
             if found is None:
+                lost = (f"worker {each.rank}: {each.problem}" for each in workers if each.problem)
+                self.lost = next(lost, "")
                 return
             file = found.file
             header = reader.headers[file]
@@ -132,6 +139,40 @@ class RestoredStates:
 
     def find(self, name: str) -> Any | None:
         return self._states.get(name)
+
+    def check_parameters(self, name: str, state: object) -> None:
+        """Refuse a checkpoint that has lost the parameters of a model with some of its tables, as
+        they were in the workers' states of this name alone.
+        """
+        if not (self.lost and isinstance(state, KeepsParameters) and state.keeps_parameters):
+            return
+        if not state.is_part_of(self.table_names):
+            return
+        older = _newest_with(self._url, name)
+        remedy = f"resume from {older}, which has them" if older else "no older one there has them"
+        raise InvalidCheckpoint(
+            f"{self._url} lacks the parameters of '{name}': only the workers had them, and the "
+            f"states of all are lost ({self.lost}), so they would begin anew; {remedy}. "
+            f"{state.begins_anew}"
+        )
+
+
+def _newest_with(url: str, name: str) -> str:
+    """The newest older checkpoint of the same run that has a worker's state of this name; empty if
+    there is none, or they cannot be read. Reads manifests and headers.
+    """
+    own = CheckpointDirectory(locate(url))
+    with contextlib.suppress(PushpullError):
+        run, store = own.read_manifest().run, CheckpointStore(own.location.parent)
+        names = store.names()
+        for each in reversed(names[: names.index(own.name)]):
+            found = store.judged(each)
+            if isinstance(found, Manifest) and found.run & run:
+                with CheckpointReader(store.named(each)) as reader:
+                    headers = [reader.headers[w.file].worker for w in found.workers if w.file]
+                if any(header is not None and name in header.state for header in headers):
+                    return store.named(each).url
+    return ""
 
 
 def _tensor(dtype: str, shape: tuple[int, ...], raw: bytearray) -> torch.Tensor:

@@ -256,7 +256,8 @@ class ClientCheckpoints:
         Raises:
             InvalidConfig: the name is taken, or `state` lacks a method.
             NotPermitted: a reader has no state.
-            InvalidCheckpoint: the checkpoint's part cannot be read.
+            InvalidCheckpoint: the checkpoint's part cannot be read, or it lacks the parameters of a
+                model that only workers had; the message names one that has them.
         """
         self._connection.check_may_push("attach state")
         if per_rank:
@@ -267,7 +268,8 @@ class ClientCheckpoints:
         if found is not None:
             self.save_points.load(name, found)
             self.save_points.loaded(name)
-        elif self._restored_states() is not None and not self.imported:
+        elif (restored := self._restored_states()) is not None and not self.imported:
+            restored.check_parameters(name, state)
             logs.warning("state_not_in_checkpoint", name=name, url=self.restored_from)
 
     def attach_for(self, ranks: Collection[int], name: str, state: HasState) -> None:

@@ -257,7 +257,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._model.awaited = AwaitedParameters(self._module)
             client.awaiting.add(self._model.awaited)
         client.checkpoints.save_points.add_model(self._model.awake_handles)
-        self._own_state = OptimizerState(self, self._model.aggregates)
+        self._own_state = OptimizerState(self, self._model.aggregates, self._tables)
         client.attach_state(f"optimizer/{checked.name}", self._own_state)
         shared = None if checked.buffers is None else self._module
         self._inner_steps_state = InnerStepsState(self._model, shared)

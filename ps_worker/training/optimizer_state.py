@@ -12,7 +12,7 @@ Rules:
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -222,13 +222,27 @@ class _Optimizer(Protocol):
 
 
 class OptimizerState:
-    """The attached state of a `DistributedOptimizer`; with `keeps_parameters` it has them, too."""
+    """The attached state of a `DistributedOptimizer`, which trains `tables`; with
+    `keeps_parameters` it has them, too.
+    """
 
-    def __init__(self, optimizer: _Optimizer, keeps_parameters: bool) -> None:
+    begins_anew = "To begin them anew, give the optimizer another name="
+
+    def __init__(
+        self,
+        optimizer: _Optimizer,
+        keeps_parameters: bool,
+        tables: Iterable[TrainedTable] = (),
+    ) -> None:
         self._optimizer = optimizer
-        self._keeps_parameters = keeps_parameters
+        self.keeps_parameters = keeps_parameters
+        self._tables = tables
         self._restored = RestoredHyperparameters()
         self._later: Mapping[str, Any] | None = None  # it has groups that are not there yet
+
+    def is_part_of(self, tables: Collection[str]) -> bool:
+        """True if its model has one of the tables of these names."""
+        return any(table.name in tables for table in self._tables)
 
     def state_dict(self) -> dict[str, Any]:
         """Hyperparameters by group; the local optimizer's state; the parameters in order."""
@@ -237,7 +251,7 @@ class OptimizerState:
         found: dict[str, Any] = {"numbers": by_group}
         if self._optimizer.has_local_state:
             found["local"] = self._optimizer.state_dict()["state"]
-        if self._keeps_parameters:
+        if self.keeps_parameters:
             found["parameters"] = [each.detach() for each in self._parameters()]
         return found
 
@@ -282,7 +296,7 @@ class OptimizerState:
         begin = sum(len(group["params"]) for group in groups[:first])
         own = self._parameters()[begin:]
         parameters: list[torch.Tensor] = []
-        if self._keeps_parameters:
+        if self.keeps_parameters:
             parameters = state.get("parameters", [])[begin : begin + len(own)]
             if [tuple(each.shape) for each in parameters] != [tuple(each.shape) for each in own]:
                 raise InvalidCheckpoint(

@@ -395,6 +395,7 @@ class Checkpointing:
                 number=attempt.number, url=directory.url, byte_count=manifest.byte_count
             )
             self._keep_answer(attempt.number, made)
+            _tell_lost(manifest)
             self._tell_missing(manifest)
             reached = max((table.clock for table in manifest.tables), default=0)
             self._schedule.made(reached, now_s)
@@ -493,7 +494,6 @@ def _completed(
                     f"the state of worker {rank}, which has left, was never there: "
                     f"{error.message}; is the place shared by all hosts?"
                 ) from error
-            logs.warning("checkpoint_state_lost", number=attempt.number, reason=error.message)
             workers.append(SavedWorker(rank, clock, problem=error.message))
         except PushpullError as error:
             raise InvalidCheckpoint(
@@ -501,6 +501,18 @@ def _completed(
             ) from error
     manifest = replace(manifest, workers=tuple(sorted(workers, key=lambda each: each.rank)))
     return manifest, write_manifest(attempt.url, manifest)
+
+
+def _tell_lost(manifest: Manifest) -> None:
+    """Log the workers whose states are lost in the checkpoint, and why."""
+    for worker in manifest.workers:
+        if worker.problem:
+            logs.warning(
+                "checkpoint_state_lost",
+                number=manifest.number,
+                rank=worker.rank,
+                reason=worker.problem,
+            )
 
 
 def write_manifest(url: str, manifest: Manifest) -> CheckpointDirectory:

@@ -6,6 +6,7 @@ import functools
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 import torch
 
 import ps_worker as ps
+from ps_core.manifest import SavedWorker
 from ps_runtime.checkpoint.store import resolve
+from tests.file_limits import no_file_above
 from tests.integration.resumed_training import (
     DEADLINE_S,
     Recipe,
@@ -344,6 +347,50 @@ def test_where_it_cannot_be_written_training_goes_on(tmp_path: Path) -> None:
         root.unlink()
         made = client.checkpoint().wait()
     assert counts_of(made.url)[1].clock == 2
+
+
+def stepped(client: ps.Client, name: str = "model") -> Callable[[], None]:
+    """A step of a model whose parameters the worker has."""
+    model = torch.nn.Linear(256, 256, bias=False)
+    aggregate = ps.Aggregate(functools.partial(torch.optim.SGD, lr=1.0))
+    optimizer = ps.DistributedOptimizer(client, model, aggregate, name=name)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model.weight.sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def test_none_is_complete_without_the_model_and_none_goes_on_without_it(tmp_path: Path) -> None:
+    """Its worker has it, and a full disk from its second step on; the server's disk has room."""
+    root = tmp_path / "checkpoints"
+    with (
+        ps.local_cluster(1, 1, checkpoint_url=str(root)) as cluster,
+        ps.connect(cluster.address, role="operator") as operator,
+    ):
+        with ps.connect(cluster.address) as client:
+            step = stepped(client)
+            step()
+            whole = client.checkpoint().wait()
+            step()
+            with no_file_above(100_000):
+                with pytest.raises(ps.InvalidCheckpoint, match=r"worker 0: .*File too large"):
+                    client.checkpoint().wait()
+                step()
+                client.close()
+        with pytest.raises(ps.InvalidCheckpoint, match=r"no worker's state .*File too large"):
+            operator.checkpoint().wait()
+        with resolve(str(root)).reader as reader:
+            assert reader.directory.url == whole.url
+            lost = replace(reader.manifest, workers=(SavedWorker(0, 1, problem="it died"),))
+            reader.directory.write_manifest(lost)  # as a version before this rule made them
+        operator.restore(whole.url).close()
+        with ps.connect(cluster.address) as client:
+            with pytest.raises(ps.InvalidCheckpoint, match=r"lacks the parameters of 'optimizer/m"):
+                stepped(client)
+            stepped(client, "another")
 
 
 def made_checkpoints(root: Path, count: int) -> list[str]:

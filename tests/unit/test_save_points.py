@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import pytest
@@ -530,6 +530,31 @@ def test_a_state_that_cannot_be_written_is_reported_as_lost(worker: Worker) -> N
     assert saved(worker).problem == "the disk is full"
 
 
+class Half(State):
+    """With parameters that no server has, or without."""
+
+    begins_anew = "none"
+
+    def __init__(self, keeps_parameters: bool) -> None:
+        super().__init__(lambda: 1)
+        self.keeps_parameters = keeps_parameters
+
+    def is_part_of(self, tables: Collection[str]) -> bool:
+        """As asked."""
+        raise AssertionError(tables)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_report_tells_of_parameters_that_no_server_has(
+    worker: Worker, keeps: bool, is_full: bool
+) -> None:
+    worker.points.attach("half", Half(keeps))
+    worker.problem = InvalidConfig("the disk is full") if is_full else None
+    report = saved(worker)
+    assert (report.has_parameters, bool(report.problem)) == (keeps, is_full)
+
+
 def test_names_are_unique_and_states_have_their_methods(worker: Worker) -> None:
     points = worker.points
     state = State(lambda: 1)
@@ -567,6 +592,25 @@ def test_a_worker_that_leaves_waits_for_what_is_written_and_no_longer(worker: Wo
     assert closing.is_over()
     assert worker.report()[0][1].file == "worker-0"
     worker.points.close(0.0)
+
+
+def test_what_is_not_written_when_a_worker_has_left_is_lost(worker: Worker) -> None:
+    """Without a word there would have been nothing to write."""
+    written = threading.Event()
+
+    def late(*_: object) -> Callable[[], PartReport]:
+        def write() -> PartReport:
+            assert written.wait(WAIT_S)
+            return PartReport("worker-0", 9, "ab")
+
+        return write
+
+    worker.points._write = late
+    worker.points.leave()
+    worker.points.leave_behind("left")
+    worker.points.close(0.0)
+    assert worker.report() == [(0, PartReport(problem="it was not written within 0 s"))]
+    written.set()
 
 
 def test_a_close_ends_a_wait_for_a_cut(worker: Worker) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import struct
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.part_file import ELEMENT_BYTES, MAX_HEADER_BYTES
 from ps_worker.checkpoint.saved_states import RestoredStates, copied, encoded, states_of
 from ps_worker.checkpoint.state_codec import TENSOR_DTYPES
-from tests.unit.checkpoint_files import write_checkpoint
+from tests.unit.checkpoint_files import SPECS, write_checkpoint
 from tests.unit.worker_files import CLUSTER, Found, from_file, to_file
 
 STATE: dict[str, Any] = {
@@ -152,18 +153,24 @@ def test_whoever_reads_the_folder_reads_the_part(part: Path) -> None:
 # --- in a checkpoint
 
 
-def saved(tmp_path: Path, states: dict[int, dict[str, Any]], lost: tuple[int, ...] = ()) -> str:
+def saved(
+    tmp_path: Path,
+    states: dict[int, dict[str, Any]],
+    lost: tuple[int, ...] = (),
+    number: int = 1,
+    timeline: bytes = bytes(16),
+) -> str:
     """A checkpoint of these ranks' states; of some there is none."""
-    url = f"file://{tmp_path}/00000001-3fa9c1d2"
+    url = f"{tmp_path}/{number:08d}-3fa9c1d2"
     directory = CheckpointDirectory(locate(url))
-    manifest = write_checkpoint(directory, 1)
+    manifest = replace(write_checkpoint(directory, number), timeline=timeline)
     (tmp_path / directory.name / "manifest.json").unlink()
     workers = [SavedWorker(rank, 41, "", 0, "", "it died") for rank in lost]
     for rank, state in states.items():
         session = Session(
             CLUSTER, bytes(16), NodeId(rank + 9), Incarnation(rank + 70), Role.WORKER, rank
         )
-        report = copied(session, Checkpoint(1, url, is_cut=True), 41, state)()
+        report = copied(session, Checkpoint(number, url, is_cut=True), 41, state)()
         assert report.file == f"worker-{rank}-{rank + 70}.safetensors"
         workers.append(
             SavedWorker(rank, 41, report.file, report.byte_count, report.header_sha256, "")
@@ -208,3 +215,48 @@ def test_a_state_that_cannot_be_written_is_refused_before_anything_is(tmp_path: 
     with pytest.raises(InvalidConfig, match=r"a\.b is a object"):
         copied(session, checkpoint, 41, {"a": {"b": object()}})
     assert not list(tmp_path.iterdir())
+
+
+class Model:
+    """A state with parameters that no server has."""
+
+    begins_anew = "To begin anew, give it another name"
+    keeps_parameters = True
+
+    def __init__(self, *tables: str) -> None:
+        self._tables = tables
+
+    def is_part_of(self, tables: Collection[str]) -> bool:
+        """Of its own."""
+        return not set(self._tables).isdisjoint(tables)
+
+
+class Other(Model):
+    """A state without."""
+
+    keeps_parameters = False
+
+
+TABLE = SPECS[0].name
+
+
+def test_a_checkpoint_without_the_parameters_is_refused_with_one_that_has_them(
+    tmp_path: Path,
+) -> None:
+    states = {0: {"optimizer/a": {"lr": 1}}}
+    saved(tmp_path, states, number=1)
+    whole = saved(tmp_path, {1: states[0]}, lost=(0,), number=2)
+    saved(tmp_path, {0: {"data": {"at": 1}}}, number=3)
+    saved(tmp_path, states, number=4, timeline=b"another run's")
+    url = saved(tmp_path, {}, lost=(1, 0), number=5)
+    saved(tmp_path, states, number=6)
+    found = RestoredStates(url, 1)
+    with pytest.raises(InvalidCheckpoint) as refused:
+        found.check_parameters("optimizer/a", Model("new", TABLE))
+    for words in (url, "worker 1: it died", f"resume from {whole}", Model.begins_anew):
+        assert words in refused.value.message
+    with pytest.raises(InvalidCheckpoint, match="no older one there has them"):
+        found.check_parameters("optimizer/b", Model(TABLE))
+    for state in (Model("new"), Other(TABLE), object()):
+        found.check_parameters("optimizer/a", state)
+    RestoredStates(whole, 0).check_parameters("optimizer/b", Model(TABLE))

@@ -7,9 +7,9 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -42,6 +42,13 @@ class WorkersHalf:
     clock: Callable[[], int]
     on_load: Callable[[], None]
     restored: RestoredHyperparameters = field(default_factory=RestoredHyperparameters)
+
+    keeps_parameters: ClassVar[bool] = True
+    begins_anew: ClassVar[str] = "To take over rows alone, export and import them"
+
+    def is_part_of(self, tables: Collection[str]) -> bool:
+        """True: rows of any model would go on, and the rest begin anew."""
+        return bool(tables)
 
     def whole(self) -> dict[str, torch.Tensor]:
         """The tensors by name, sharded ones as such."""
