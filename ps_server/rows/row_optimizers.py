@@ -43,7 +43,7 @@ Number = np.floating[Any]
 _LANE_COUNT = 8
 
 _KEPT_COUNT, _LEAST_COUNT, _KEPT_BETAS = 1 << 16, 64, 16
-"""Of bias corrections: the most that are kept of a beta, the least that a call finds, the betas."""
+"""The most bias corrections that are kept of a beta, the least that a call finds, and the betas."""
 
 _MOST_COUNT = 2**53
 """Steps of a row, at most: a float64 would lose steps there."""

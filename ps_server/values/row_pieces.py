@@ -35,7 +35,7 @@ CANDIDATE_COLUMNS = {prefixed(name): column for name, column in COLUMNS.items()}
 CANDIDATE_BYTES = sum(column.row_bytes for column in COLUMNS.values()) + INDEX_BYTES
 
 CANDIDATE_COPY_BYTES = CANDIDATE_BYTES - INDEX_BYTES + limits.ROW_ID_BYTES
-"""Of a candidate with its id in a checkpoint."""
+"""The bytes of a candidate with its id in a checkpoint."""
 
 
 def row_tensor_dtypes(spec: TableSpec, rows: RowsSpec) -> dict[str, str]:
