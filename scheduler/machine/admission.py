@@ -232,9 +232,10 @@ def _check_servers(request: Registration, state: ClusterState, heard: Heard) -> 
             raise InvalidConfig(
                 f"the server's kernel_fingerprint is '{request.kernel_fingerprint}'; "
                 f"{describe(node)} has '{theirs}'. Servers of one cluster need the same "
-                f"pushpull, torch and CPU capability, or their results differ: for another release "
-                f"stop the run and resume it from its checkpoint; on mixed machines start all of "
-                f"them with ATEN_CPU_CAPABILITY set to what the least has (default, avx2 or avx512)"
+                f"pushpull, torch, CPU capability and C library, or their results differ: for "
+                f"another release stop the run and resume it from its checkpoint; on mixed "
+                f"machines start all of them with ATEN_CPU_CAPABILITY set to what the least has "
+                f"(default, avx2 or avx512), and, where selftest alone differs, from one image"
             )
         if request.shares_log(state.members[node.node_id].registration):
             continue  # the caller has the log's lock, so that one is dead
