@@ -7,11 +7,13 @@
             ...
 
 Rules:
-    - A shard is reported when its last batch has been trained on (`HandedBatches`). Where the
-      loader has ended and no gradient waits for a step, all are; else the rest is held for the next
-      step.
+    - A shard is reported when its last batch has been trained on (`HandedBatches`), also where the
+      loop ends before the next batch. Where the loader has ended and no gradient waits for a step,
+      all are; else the rest is held for the next step.
     - A loader draws samples ahead of the training, so drawing never waits for shards that others
       have: it ends, `over` reports what was trained on, waits, and iterates the loader once more.
+    - The scheduler refuses that a table stops being asynchronous while shards are leased. A change
+      that it had begun before is in the view that a lease waits for, and ends the loop.
     - While one shard is trained on, another is leased in the background, by the call that reports
       the one before. There is one call at a time; a report that failed is repeated as it was, which
       the scheduler recognizes.
@@ -31,6 +33,8 @@ from ps_core import limits
 from ps_core.consistency import Mode
 from ps_core.errors import InvalidConfig, WaitExpired, check_config
 from ps_core.manifest import DataSetSpec
+from ps_core.tables.table import Table
+from ps_runtime.cluster.registration import LEAST_ATTEMPT_S
 from ps_runtime.system.clock import now_s
 from ps_runtime.system.future_waits import wait_until_ended
 from ps_worker.checkpoint.save_points import SavePoints
@@ -78,7 +82,8 @@ class DataShards:
         self._drawn: deque[tuple[int, int]] = deque()  # and the samples drawn up to its end
         self._drawn_count = 0  # samples drawn in this iteration of the loader
         self._ahead: deque[int] = deque()  # leased, and not drawn
-        self._is_open = self._is_over = False
+        self._is_over = False
+        self._handed: HandedBatches | None = None  # by the loop that runs
         asking = self._leased(None, want_count=0)
         self._pass_number: int = connection.asked(asking, self._deadline_s).pass_number
 
@@ -88,8 +93,8 @@ class DataShards:
         return self._pass_number
 
     def over(self, loader: Iterable[BatchT], batch_size: int | None = None) -> Iterator[BatchT]:
-        """The batches of one pass that this worker trains on. A loop that is left early leaves its
-        shards undone, and the next loop begins them again.
+        """The batches of one pass that this worker trains on. A loop that is left early leaves the
+        shards undone that it has not trained to their end, and the next loop begins those again.
 
         Args:
             loader: a `DataLoader` with this object as its sampler, or any iterable of batches of
@@ -116,15 +121,19 @@ class DataShards:
                 "the loader drops its last samples, which the pass counts; expected drop_last=False"
             )
         with self._opened() as handed:
-            while self._begin_round(handed):
-                for batch in loader:
-                    self._check_drawn(handed.count)
-                    handed.hand(size)
+            try:
+                while self._begin_round(handed):
+                    for batch in loader:
+                        self._check_drawn(handed.count)
+                        handed.hand(size)
+                        self._trained(handed.trained_count)
+                        self._advance()
+                        yield batch
+                    handed.count = self._drawn_count
+                    self._asked_on(handed)
+            finally:  # the script may have left the loop, after a step or before
+                if self._handed is handed:
                     self._trained(handed.trained_count)
-                    self._advance()
-                    yield batch
-                handed.count = self._drawn_count
-                self._asked_on(handed)
 
     def ranges(self) -> Iterator[tuple[int, int]]:
         """The shards of one pass that this worker trains on, each as its first sample and the one
@@ -150,7 +159,7 @@ class DataShards:
         Raises:
             InvalidConfig: the loader is not iterated by `over`.
         """
-        if not self._is_open:
+        if self._handed is None:
             raise InvalidConfig(
                 f"a loader draws from data set '{self._spec.name}' outside of `over`, which alone "
                 "knows what was trained on: iterate shards.over(loader)"
@@ -167,31 +176,23 @@ class DataShards:
     def _opened(self) -> Iterator[HandedBatches]:
         """Begin a pass, or go on with it; gives the count of its samples."""
         self._check_apart()
-        for handle in self._tables.handles:
-            setting = self._tables.consistency_of(handle)
-            check_config(
-                setting.mode is Mode.ASP,
-                f"table '{handle.name}' is {setting}, where workers wait for each other's steps, "
-                "and with data shards each takes as many as it can; expected consistency='asp', or "
-                "ps.DistributedSampler for the data",
-            )
-            inner_steps = handle.spec.optimizer.inner_steps
-            check_config(
-                not inner_steps,
-                f"table '{handle.name}' has an update for each {inner_steps} steps (ps.Outer), and "
-                "a shard that is done must be in the parameters; expected another optimizer, or "
-                "ps.DistributedSampler for the data",
-            )
         self._ahead.clear()
         self._drawn.clear()
         self._drawn_count = 0
-        self._is_open = True
+        handed = self._handed = HandedBatches(lambda: self._connection.engine.steps.mark)
         try:
-            yield HandedBatches(lambda: self._connection.engine.steps.mark)
+            yield handed
         finally:
-            self._is_open = False
+            if self._handed is handed:  # no loop has begun since
+                self._handed = None
 
     def _check_apart(self) -> None:
+        """Refuse steps for which workers wait for each other, of any table."""
+        self._check_not_hybrid()
+        for handle in self._tables.handles:
+            check_apart(self._tables.newest(handle))
+
+    def _check_not_hybrid(self) -> None:
         check_config(
             not self._save_points.is_in_step,
             "HybridOptimizer's workers take each step together, and with data shards each takes as "
@@ -216,10 +217,11 @@ class DataShards:
 
     def _draw(self) -> range | None:
         """The samples of another shard; None if there is none for this worker now."""
-        self._check_apart()  # the script may have made a HybridOptimizer since
+        self._check_not_hybrid()  # the script may have made one since
         self._await_ahead()
         if not self._ahead:
             return None
+        self._check_apart()  # a table may be new, or have changed before the shard was leased
         shard = self._ahead.popleft()
         samples = self._spec.samples(shard)
         self._drawn_count += len(samples)
@@ -288,7 +290,9 @@ class DataShards:
         self._call = self._connection.loop.start(self._leased(self._pass_number, want_count))
 
     def _leased(self, pass_number: int | None, want_count: int) -> Coroutine[Any, Any, Any]:
-        """The call, which ends with the scheduler's answer."""
+        """The call, which ends with the scheduler's answer, once this worker has the view in which
+        that was given.
+        """
         link, spec = self._connection.engine.scheduler, self._spec
         request = scheduler_pb2.LeaseDataShardsRequest(
             session=link.identity,
@@ -297,8 +301,14 @@ class DataShards:
             done_shards=self._reporting,
             want_count=min(want_count, limits.MAX_HELD_SHARD_COUNT),
         )
-        what = f"shards of data set '{spec.name}'"
-        return link.call("LeaseDataShards", request, what, now_s() + self._deadline_s)
+        what, end_s = f"shards of data set '{spec.name}'", now_s() + self._deadline_s
+
+        async def answered() -> Any:
+            answer = await link.call("LeaseDataShards", request, what, end_s)
+            await link.view_at_least(answer.view_number, max(end_s - now_s(), LEAST_ATTEMPT_S))
+            return answer
+
+        return answered()
 
     def _take_answer(self) -> None:
         call, self._call = self._call, None
@@ -308,3 +318,24 @@ class DataShards:
         self._is_over = answer.pass_number > self._pass_number
         known = {shard for shard, _ in self._drawn}.union(self._ahead, self._done)
         self._ahead.extend(shard for shard in answer.shards if shard not in known)
+
+
+def check_apart(table: Table) -> None:
+    """InvalidConfig if workers wait for each other's steps of a table, or will after a change that
+    is proposed; or if their steps are at them alone for a while.
+    """
+    proposed = table.consistency if table.proposed is None else table.proposed.consistency
+    for setting, now in ((table.consistency, "is"), (proposed, "is about to become")):
+        check_config(
+            setting.mode is Mode.ASP,
+            f"table '{table.spec.name}' {now} {setting}, where workers wait for each other's steps,"
+            " and with data shards each takes as many as it can; expected consistency='asp', or "
+            "ps.DistributedSampler for the data",
+        )
+    inner_steps = table.spec.optimizer.inner_steps
+    check_config(
+        not inner_steps,
+        f"table '{table.spec.name}' has an update for each {inner_steps} steps (ps.Outer), and a "
+        "shard that is done must be in the parameters; expected another optimizer, or "
+        "ps.DistributedSampler for the data",
+    )

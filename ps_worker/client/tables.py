@@ -412,7 +412,8 @@ class ClientTables:
 
         Raises:
             TableNotFound: there is no table of that name.
-            InvalidConfig: the setting is wrong, or the table's optimizer does not support it.
+            InvalidConfig: the setting is wrong, or the table's optimizer does not support it, or
+                workers have data shards, for which the table stays asynchronous.
             WaitExpired: a server did not prepare in time, named by the message; nothing changed
                 unless the message says that the change is made or may be.
         """

@@ -594,7 +594,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Blocking: until every server has prepared the changes; a few milliseconds a table.
 
         Raises:
-            InvalidConfig: the setting is wrong, or this model does not support it:
+            InvalidConfig: as `Client.set_consistency`; or this model does not support it:
                 `buffers="mean"` and `Aggregate` need BSP, fragments of `Outer` no backup workers.
             WaitExpired: a server did not prepare in time; call again to change the other tables.
         """

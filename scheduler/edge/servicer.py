@@ -520,7 +520,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         deadline_s = _deadline_s(context.time_remaining())
         async with self._answering(request.session, "LeaseDataShards") as session:
             lease = await self._leased(session, shard_request_of(request), deadline_s)
-        return pb.LeaseDataShardsResponse(pass_number=lease.pass_number, shards=lease.shards)
+        return pb.LeaseDataShardsResponse(
+            pass_number=lease.pass_number, shards=lease.shards, view_number=self._view.view_number
+        )
 
     async def _leased(
         self, session: Session, request: ShardRequest, deadline_s: float

@@ -13,6 +13,8 @@ A two-phase commit at a clock:
 Rules:
     - A table has one proposal at a time; another request waits for its end.
     - Proposal numbers are never given twice, so an answer to an old proposal is ignored.
+    - A table stays asynchronous while workers of its run have leased data shards (SEMANTICS S20): a
+      request for another setting is refused, unless the same was proposed before.
     - A replacement worker, or a late joiner, joins every existing table by one change each; a
       withdrawn join is proposed again. Later tables have it from the start.
 
@@ -30,8 +32,8 @@ from dataclasses import dataclass, replace
 
 from ps_core.change import ChangeOutcome, Join, TableChange, TableCut
 from ps_core.cluster_view import Node
-from ps_core.consistency import Consistency
-from ps_core.errors import InvalidConfig, Overloaded, TableNotFound
+from ps_core.consistency import Consistency, Mode
+from ps_core.errors import InvalidConfig, Overloaded, TableNotFound, listed
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.tables.table import Table
 from scheduler.machine import view_size
@@ -46,6 +48,7 @@ from scheduler.machine.state import (
 )
 
 MAX_AFTER_CLOCK = 2**53 - 1
+_NAMED_COUNT = 4  # holders of shards in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +112,18 @@ class TableChanges:
         # An adaptive table's present bound is not part of the request.
         wanted = replace(wanted, consistency=wanted.consistency.as_requested)
         is_so = table.consistency.as_requested == wanted.consistency
+        is_same = False
         if table.proposed is not None:
             other = table.proposed.join or table.proposed.checkpoint
             is_same = table.proposed.consistency.as_requested == wanted.consistency and not other
-            if not (is_so and is_same):
-                if is_same:  # it is withdrawn when the last of those who wait has given up
-                    proposal = self._state.proposals[table.table_id]
-                    proposal.deadline_s = max(proposal.deadline_s, wanted.deadline_s)
-                reason = self._reason(table, table.proposed, now_s)
-                return PendingProposal(reason, table.proposed.number if is_same else 0), []
+        if not is_same:
+            self._check_no_shards(table, wanted.consistency, now_s)
+        if table.proposed is not None and not (is_so and is_same):
+            if is_same:  # it is withdrawn when the last of those who wait has given up
+                proposal = self._state.proposals[table.table_id]
+                proposal.deadline_s = max(proposal.deadline_s, wanted.deadline_s)
+            reason = self._reason(table, table.proposed, now_s)
+            return PendingProposal(reason, table.proposed.number if is_same else 0), []
         if is_so:
             return table.change or TableChange(0, 0, wanted.consistency), []
         needed_bytes, free_bytes = self.needed_bytes(table), self._free_view_bytes()
@@ -127,6 +133,26 @@ class TableChanges:
                 f"cluster's view, which may grow by {free_bytes}"
             )
         return self._propose(table, wanted, now_s)
+
+    def _check_no_shards(self, table: Table, wanted: Consistency, now_s: float) -> None:
+        """Refuse that a table stops being asynchronous while workers of its run have data shards:
+        those that have none left would wait for the shards, and keep the others waiting.
+        """
+        if table.consistency.mode is not Mode.ASP or wanted.mode is Mode.ASP:
+            return
+        members = self._state.members
+        for data_set in self._state.data_sets.values():
+            if data_set.run != table.run or not data_set.leases:
+                continue
+            holders = sorted(set(data_set.leases.values()))
+            named = [self._describe(members[each].node, now_s) for each in holders]
+            raise InvalidConfig(
+                f"table '{table.spec.name}' is {table.consistency}, and would be {wanted} while "
+                f"shards of data set '{data_set.spec.name}' are leased to "
+                f"{listed(named, _NAMED_COUNT)}: workers would wait for the steps of those that "
+                "have no shard left. Nothing has changed; ask again when the pass is over, or "
+                "these workers have left"
+            )
 
     def move(self, wanted: ChangeRequest, now_s: float) -> list[Transition]:
         """Propose to move an adaptive bound, if it is not there yet, and the table has these

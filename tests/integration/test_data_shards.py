@@ -73,6 +73,10 @@ class Trainer:
         self.optimizer.step()
         return [int(one) for one in batch.flatten()]
 
+    def step_each(self, batches: Iterator[torch.Tensor], seen: list[int]) -> None:
+        for batch in batches:
+            seen += self.step(batch)
+
     def train(self, passes: int, **options: Any) -> list[tuple[int, int]]:
         """Each sample that it trained on, and its pass."""
         loader, seen = self.loader(**options), []
@@ -275,6 +279,73 @@ def test_a_loop_that_was_left_begins_its_shards_again(
             break
     again = [sample for _, sample in trainer.train(1)]
     assert Counter(again) == Counter(range(SAMPLES)) - Counter(seen[:SHARD])
+
+
+class OneShard:
+    """A loader that ends with its first shard, or fails after it."""
+
+    def __init__(self, loader: DataLoader[Any], error: str = "") -> None:
+        self._loader, self._error = loader, error
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from itertools.islice(self._loader, SHARD // BATCH)
+        if self._error:
+            raise OSError(self._error)
+
+
+def test_a_shard_is_done_with_the_step_after_which_the_loop_ends(
+    address: str, client: ps.Client
+) -> None:
+    """Whether the script leaves the loop, or an error ends it before the next batch is there."""
+    trainer = Trainer(client)
+    shards, seen = trainer.shards, list[int]()
+    for batch in shards.over(trainer.loader()):
+        seen += trainer.step(batch)
+        if len(seen) == SHARD:
+            break
+    for number in (2, 3):
+        loader = OneShard(trainer.loader(), "no disk")
+        with pytest.raises(OSError, match="no disk"):
+            trainer.step_each(shards.over(loader, BATCH), seen)
+        assert len(seen) == number * SHARD
+    for begin, _ in shards.ranges():  # a script may take several steps for one
+        trainer.step(torch.zeros(1))
+        assert begin not in seen
+        break
+    kept = shards.over(trainer.loader())
+    begun = trainer.step(next(kept))
+    assert begun[0] // SHARD * SHARD == begin
+    others = shards.over(OneShard(trainer.loader()), BATCH)
+    seen += trainer.step(next(others))
+    assert Counter(seen[-BATCH:]) == Counter(begun)
+    del kept  # it ends after the other loop has begun
+    trainer.step_each(others, seen)
+    assert Counter(seen) == Counter(range(SAMPLES))
+    told = status(address)
+    assert (told.pass_number, told.reissued_count) == (1, 0)
+
+
+def test_tables_stay_asynchronous_in_a_pass(client: ps.Client) -> None:
+    trainer = Trainer(client)
+    shards, seen = trainer.shards, list[int]()
+    words = r"is asp, and would be bsp while shards of data set 'data' .* Nothing has changed; ask"
+    for batch in shards.over(trainer.loader()):
+        seen += trainer.step(batch)
+        if len(seen) == SHARD:
+            with pytest.raises(ps.InvalidConfig, match=words):
+                trainer.optimizer.set_consistency("bsp")
+    assert Counter(seen) == Counter(range(SAMPLES))
+    seen = []
+    given = shards.over(trainer.loader())
+    seen += trainer.step(next(given))
+    client.create_table("late", 4, optimizer=ps.SGD(lr=1.0))
+    with pytest.raises(ps.InvalidConfig, match="table 'late' is bsp, where workers wait"):
+        trainer.step_each(given, seen)
+    assert len(seen) == SHARD
+    client.set_consistency("late", "asp")
+    trainer.step_each(shards.over(trainer.loader()), seen)
+    assert Counter(seen) == Counter(range(SAMPLES))
+    trainer.optimizer.set_consistency("bsp")
 
 
 def accumulated(trainer: Trainer, given: Any, batches: int) -> list[int]:

@@ -39,7 +39,9 @@ async def waiting(
     """A worker with all shards, and the call of another that waits for one."""
     first = await scheduler.join(Role.WORKER)
     second = await scheduler.join(Role.WORKER)
-    shards = list((await lease(scheduler, first, 2)).shards)
+    leased = await lease(scheduler, first, 2)
+    shards = list(leased.shards)
+    assert leased.view_number == (await scheduler.status()).view.view_number
 
     async def waits() -> list[int]:
         answer = await lease(scheduler, second, 1, timeout_s=PATIENCE_S)

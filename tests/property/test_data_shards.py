@@ -9,13 +9,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ps_core.change import ChangeOutcome
 from ps_core.cluster_view import Role, Session
+from ps_core.consistency import Mode, parsed
 from ps_core.errors import InvalidConfig
 from ps_core.keys import NodeId
 from ps_core.manifest import DataSetSpec
+from scheduler.machine.changes import ChangeRequest
 from scheduler.machine.data_shards import DataSet, ShardLease, ShardRequest
 from scheduler.machine.state import Restored
 from tests.examples import examples
+from tests.unit.cluster_harness import SPEC as TABLE
 from tests.unit.cluster_harness import Harness
 
 PENDING, DONE = "pending", "done"
@@ -60,6 +64,11 @@ class ShardsAgainstTwin(RuleBasedStateMachine):
         self.last: dict[NodeId, ShardRequest] = {}
         for _ in range(workers):
             self.come()
+        self.with_table()
+
+    def with_table(self) -> None:
+        self.servers = [self.harness.join(Role.SERVER) for _ in range(2)]
+        self.harness.create(self.workers[0], replace(TABLE, consistency=parsed("asp")))
 
     def come(self) -> None:
         self.workers.append(self.harness.join(Role.WORKER))
@@ -152,6 +161,37 @@ class ShardsAgainstTwin(RuleBasedStateMachine):
         if comes:
             self.come()
 
+    @rule(data=st.data(), text=st.sampled_from(["asp", "asp:reject=1", "bsp", "ssp:3"]))
+    def change(self, data: st.DataObject, text: str) -> None:
+        """A worker wants another setting for the table, which all servers prepare."""
+        self.agree()  # to joins
+        harness, worker = self.harness, data.draw(st.sampled_from(self.workers))
+        cluster, before = harness.cluster, harness.cluster.view
+        wanted = ChangeRequest("model", parsed(text), 0, harness.now_s + 5)
+        is_refused = (
+            before.tables[0].consistency.mode is Mode.ASP
+            and wanted.consistency.mode is not Mode.ASP
+            and any(what not in (PENDING, DONE) for what in self.twin.shards.values())
+        )
+        try:
+            cluster.set_consistency(worker, wanted, harness.now_s)
+        except InvalidConfig:
+            assert is_refused, "S20: refused, and nobody has a shard"
+            assert cluster.view == before
+            return
+        assert not is_refused, "S20: who has a shard would wait for who waits for it"
+        self.agree()
+        assert cluster.view.tables[0].consistency == wanted.consistency
+
+    def agree(self) -> None:
+        """The servers prepare what is proposed for the table, and take it."""
+        cluster = self.harness.cluster
+        while (proposed := cluster.view.tables[0].proposed) is not None:
+            change = cluster.view.tables[0].table_id, proposed.number
+            for server in self.servers:
+                cluster.prepare_change(server, *change, proposed.after_clock)
+            cluster.prepare_change(self.servers[0], *change, 0, ChangeOutcome.TAKEN)
+
     @rule()
     def start_again(self) -> None:
         self.harness.start_again()
@@ -169,6 +209,7 @@ class ShardsAgainstTwin(RuleBasedStateMachine):
         self.harness, self.workers, self.last = Harness(worker_count=3, restored=restored), [], {}
         for _ in range(count):
             self.come()
+        self.with_table()
 
     @property
     def data_set(self) -> DataSet | None:

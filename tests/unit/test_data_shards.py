@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 
 from ps_core import limits
+from ps_core.change import TableChange
 from ps_core.cluster_view import Role, Session
+from ps_core.consistency import parsed
 from ps_core.errors import Fenced, InvalidConfig, NotPermitted
 from ps_core.manifest import DataSetSpec, PartReport, SavedDataSet
+from ps_worker.client.data_shards import check_apart
+from scheduler.machine.changes import ChangeRequest, PendingProposal
 from scheduler.machine.checkpoint_state import CheckpointWritten
 from scheduler.machine.data_shards import (
     DataSet,
@@ -20,6 +24,7 @@ from scheduler.machine.data_shards import (
     ShardRequest,
 )
 from scheduler.machine.state import Restored
+from tests.unit.cluster_harness import SPEC as TABLE
 from tests.unit.cluster_harness import Harness, refused
 from tests.unit.test_cluster_checkpoints import Saving
 
@@ -235,6 +240,67 @@ def test_workers_that_differ_about_a_data_set_are_told_both_figures() -> None:
     ):
         with pytest.raises(InvalidConfig, match=words):
             sharing.lease(second, 1, spec=other)
+
+
+def test_a_table_stays_asynchronous_while_workers_have_shards() -> None:
+    """The worker that has no shard left would keep the other waiting, and wait for its shards."""
+    sharing = Sharing()
+    first, second = sharing.workers
+    operator = sharing.join(Role.OPERATOR)
+    for _ in range(2):
+        sharing.join(Role.SERVER)
+    sharing.create(first, replace(TABLE, consistency=parsed("asp")))
+    sharing.create(first, replace(TABLE, name="other", consistency=parsed("bsp")))
+
+    def ask(text: str, by: Session = second, table: str = "model") -> object:
+        wanted = ChangeRequest(table, parsed(text), 0, sharing.now_s + 5)
+        return sharing.cluster.set_consistency(by, wanted, sharing.now_s).reply
+
+    sharing.lease(first, 1)
+    for text, by in (("bsp", second), ("ssp:3", first), ("bsp", operator)):
+        refused(
+            InvalidConfig,
+            f"table 'model' is asp, and would be {text} while shards of data set 'train' are ",
+            "leased to worker node 1 (alive",
+            "Nothing has changed; ask again when the pass is over, or these workers have left",
+            by=lambda t=text, b=by: ask(t, b),  # type: ignore[misc]
+            of=sharing,
+        )
+    assert ask("asp") == TableChange(0, 0, parsed("asp"))
+    assert isinstance(ask("ssp:1", table="other"), PendingProposal)
+    sharing.leave(first)
+    assert isinstance(ask("bsp"), PendingProposal)
+    assert sharing.lease(second, 1).shards
+    assert isinstance(ask("bsp"), PendingProposal)  # it was asked for before the lease
+
+
+def test_a_worker_begins_no_shard_before_a_change_that_is_proposed() -> None:
+    """It was asked for before anyone had a shard."""
+    sharing = Sharing(1)
+    for _ in range(2):
+        sharing.join(Role.SERVER)
+    sharing.create(sharing.workers[0], replace(TABLE, consistency=parsed("asp")))
+    check_apart(sharing.cluster.view.tables[0])
+    for text, words in (("asp:reject=1", ""), ("bsp", "table 'model' is about to become bsp")):
+        (table,) = sharing.cluster.view.tables
+        proposed = replace(table, proposed=TableChange(1, 3, parsed(text)))
+        if not words:
+            check_apart(proposed)
+            continue
+        with pytest.raises(InvalidConfig, match=words):
+            check_apart(proposed)
+
+
+def test_shards_of_another_run_keep_no_table_asynchronous() -> None:
+    sharing = Sharing(1)
+    other = sharing.join(Role.WORKER, run="nightly", world_size=1)
+    for _ in range(2):
+        sharing.join(Role.SERVER)
+    sharing.create(other, replace(TABLE, consistency=parsed("asp")))
+    sharing.lease(sharing.workers[0], 1)
+    wanted = ChangeRequest("model", parsed("bsp"), 0, sharing.now_s + 5)
+    asked = sharing.cluster.set_consistency(other, wanted, sharing.now_s).reply
+    assert isinstance(asked, PendingProposal)
 
 
 def test_limits() -> None:

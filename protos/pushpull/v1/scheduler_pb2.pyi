@@ -34,12 +34,14 @@ class LeaseDataShardsRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[_types_pb2.SessionIdentity, _Mapping]] = ..., data_set: _Optional[_Union[DataSet, _Mapping]] = ..., pass_number: _Optional[int] = ..., done_shards: _Optional[_Iterable[int]] = ..., want_count: _Optional[int] = ...) -> None: ...
 
 class LeaseDataShardsResponse(_message.Message):
-    __slots__ = ("pass_number", "shards")
+    __slots__ = ("pass_number", "shards", "view_number")
     PASS_NUMBER_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
+    VIEW_NUMBER_FIELD_NUMBER: _ClassVar[int]
     pass_number: int
     shards: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, pass_number: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ...) -> None: ...
+    view_number: int
+    def __init__(self, pass_number: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ..., view_number: _Optional[int] = ...) -> None: ...
 
 class DataSetStatus(_message.Message):
     __slots__ = ("data_set", "run", "pass_number", "shard_count", "done_count", "leased_count", "reissued_count")
