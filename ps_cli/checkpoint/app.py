@@ -96,8 +96,9 @@ def prune(
 ) -> None:
     """Remove all but the newest good checkpoints.
 
-    Removes every checkpoint older than the oldest kept one, good or bad, unless a kept one refers
-    to it. A newer one is kept even if it is bad, because it may still be being written.
+    Removes every checkpoint older than the newest good ones, good or bad, unless a kept one refers
+    to it, or the kept ones lack a worker's state that it has. A newer one is kept even if it is
+    bad, because it may still be being written.
     """
     from ps_cli.checkpoint.commands import prune_checkpoints
 
