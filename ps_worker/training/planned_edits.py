@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 _NAMED_COUNT = 3
 
 REMEDIES = (
-    "Do the same at every rank before the same step: the same seed, the same checkpoint. To clamp "
-    "in every step, give the optimizer clamp=(least, greatest)"
+    "Do the same at every rank before the same step (with Outer: right after the same outer step): "
+    "the same seed, the same checkpoint. To clamp in every step, give the optimizer clamp=(least, "
+    "greatest)"
 )
 """The advice if the workers of a step disagree."""
 

@@ -766,14 +766,14 @@ class TrainedModel:
         """
         is_taken = sealed.refused is None and not sealed.problem and not sealed.is_staged
         for table in sealed.tickets:
-            is_pushed = not (sealed.is_skipped or sealed.is_edit)
             if self.aggregates:
                 if table in sealed.pulled:
                     table.write_gradients(sealed.pulled[table])
-            elif table.moves.fragment is None or not is_pushed:
+            elif self.outer is None or sealed.is_skipped or sealed.is_edit:
                 table.write_parameters(() if is_taken else sealed.edited.get(table, ()))
-            if self.outer is not None and is_pushed:
-                is_moved = table.take_result(sealed.tickets[table].future.result())
+            else:
+                result = None if sealed.refused else sealed.tickets[table].future.result()
+                is_moved = table.take_result(result, is_again=sealed.is_taken_over)
                 self.inner_steps.has_kept |= is_moved
         if not self.outer_steps.is_overlapped:
             self.outer_steps.merge()

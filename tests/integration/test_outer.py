@@ -320,6 +320,33 @@ def test_workers_that_change_parameters_differently_are_told(workers: list[ps.Cl
     assert is_same(*together(workers, partial(work, name=new_name())))
 
 
+@pytest.mark.parametrize("parts", [{}, {"elastic": 0.5}, {"overlap": 1}])
+def test_a_refused_edit_of_one_worker_loses_no_inner_step_of_another(
+    workers: list[ps.Client], parts: dict[str, Any]
+) -> None:
+    """They come with its next outer step. Each inner step moves every parameter by -1."""
+    outer = ps.Outer(SGD, 2, lr=1.0, momentum=0.0, nesterov=False, **parts)
+    count = 2 + parts.get("overlap", 0)
+
+    def work(client: ps.Client, name: str) -> float:
+        model, optimizer = zeroed(client, name, outer, "bsp")
+        if client.rank == 0:
+            model.weight.data.fill_(5.0)
+        for _ in range(0 if client.rank == 0 else count - 1):
+            step_by_one(model, optimizer)
+        with pytest.raises(ps.EditRefused, match=r"No worker took the step\. Do the same"):
+            step_by_one(model, optimizer)
+        if client.rank == 0:
+            assert model.weight.eq(5.0).all()
+            model.weight.data.zero_()
+        else:
+            assert model.weight.eq(-count).all()
+        optimizer.synchronize(timeout_s=5.0)
+        return float(model.weight.detach().mean())
+
+    assert together(workers, partial(work, name=new_name())) == [-count / 2] * WORKERS
+
+
 def test_parameters_are_not_changed_under_asp(workers: list[ps.Client]) -> None:
     trainer = Trainer(workers[0], new_name(), adamw(), consistency="asp")
     with torch.no_grad():

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from tests.integration.outer_training import (
     adamw,
     differences,
     is_same,
+    new_name,
     together,
     twin,
     values_of,
@@ -232,3 +234,35 @@ def test_ctrl_c_when_synchronize_has_sealed_leaves_the_gradients_to_the_next_ste
         assert trainer.optimizer.trained_model.inner_steps.taken == has_gradients
         trainer.optimizer.synchronize()
         assert trainer.optimizer.clock == 1 + has_gradients
+
+
+@pytest.mark.parametrize("parts", [{"elastic": 0.5}, {"overlap": 1}])
+def test_ctrl_c_between_the_merge_and_the_buffers_merges_once(parts: dict[str, Any]) -> None:
+    """The next call waits for the buffers. Later steps are as if nothing had come between: one with
+    a NaN gives all parameters back.
+    """
+    outer = ps.Outer(SGD, inner_steps=2, lr=0.5, momentum=0.0, nesterov=False, **parts)
+    count = 2 + parts.get("overlap", 0)
+    histories = []
+    with ps.local_cluster(servers=1, workers=1) as cluster, ps.connect(cluster.address) as client:
+        for is_interrupted in (False, True):
+            trainer = Trainer(client, new_name(), outer)
+            if is_interrupted:
+                for _ in range(count - 1):
+                    trainer.step()
+                with pytest.raises(KeyboardInterrupt), ctrl_c_after("_take_over"):
+                    trainer.step()
+                trainer.optimizer.step()
+                trainer.step_count += 1
+                trainer.history.append(values_of(trainer.model))
+            while trainer.step_count < 4:
+                trainer.step()
+            histories.append(trainer.history[:])
+            trainer.model.weight.data[0] = float("nan")
+            trainer.step()
+            with pytest.raises(ps.InvalidTensor, match="the pseudo-gradient of 'weight' has"):
+                trainer.step()
+            histories[-1].append(values_of(trainer.model))
+    for step, (own, theirs) in enumerate(zip(*histories, strict=True)):
+        assert not differences(own, theirs), f"{step=}"
+    assert all(each.isfinite().all() for each in histories[1][-1])

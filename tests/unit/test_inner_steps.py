@@ -76,11 +76,15 @@ def test_save_points_further_apart_than_outer_steps_are_counted_in_inner_steps(
 # --- parameters
 
 
-def moved_table(client: TableClient | None = None, **options: Any) -> TrainedTable:
+def moved_table(
+    client: TableClient | None = None, outer: Outer = OUTER, **options: Any
+) -> TrainedTable:
     """Two blocks that were pulled as zeros, moved by -1 and pushed."""
     weight = nn.Parameter(torch.zeros(128))
-    (table,) = trained_tables(OUTER, [weight], client=client, **options)
+    (table,) = trained_tables(outer, [weight], client=client, **options)
     table.write_parameters()
+    if outer.merges:
+        table.moves.choose(0, 0)
     with torch.no_grad():
         weight.sub_(1.0)
     assert table.push_rest(()) is None
@@ -115,6 +119,64 @@ def test_blocks_that_the_servers_did_not_take_stay_moved(
     (entry,) = table.layout.placed
     assert entry.tensor.view(2, 64).eq(torch.tensor(expected)[:, None]).all()
     assert bool(table.edited()) == any(expected), "it is in the next pseudo-gradient"
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_an_outer_step_that_was_refused_stays_moved(codec: str) -> None:
+    """All of it, also with a codec: residuals have nothing of a step that took no effect."""
+    table = moved_table(push_codec=codec)
+    if codec == "int8":
+        table.handle.steps.residuals = object()  # type: ignore[assignment]
+    assert table.take_result(None)
+    (entry,) = table.layout.placed
+    assert entry.tensor.eq(-1.0).all()
+
+
+def test_a_change_of_the_script_is_not_moved_again() -> None:
+    """One that it made while it waited for a step that the servers did not take."""
+    table = moved_table()
+    table.left()
+    (entry,) = table.layout.placed
+    entry.tensor.data.fill_(5.0)
+    assert table.take_result(StepResult(1, True, 0, rejected=(0, 1)))
+    assert entry.tensor.eq(5.0).all()
+
+
+@pytest.mark.parametrize(
+    ("parts", "not_taken", "expected"),
+    [
+        ({"overlap": 1}, (), 5.0),
+        ({"overlap": 1}, (0, 1), 4.0),  # it stays moved by -1
+        ({"elastic": 0.5}, (), 2.0),  # half the way from -1 to 5
+        ({"elastic": 0.5}, (0, 1), -1.0),  # stays where it is
+    ],
+)
+def test_a_fragment_that_is_taken_over_again_is_merged_once(
+    parts: dict[str, Any], not_taken: tuple[int, ...], expected: float
+) -> None:
+    """As after a wait for buffers that expired."""
+    outer = Outer(torch.optim.SGD, inner_steps=2, **parts)
+    table = moved_table(outer=outer)
+    (entry,) = table.layout.placed
+    received, _ = table.local_values()
+    received.fill_(5.0)
+    for is_again in (False, True):
+        table.take_result(StepResult(1, True, 0, rejected=not_taken), is_again=is_again)
+        table.moves.merge()
+    assert entry.tensor.eq(expected).all()
+
+
+def test_a_fragment_that_is_taken_over_ends_the_wait_for_it() -> None:
+    """After a wait that expired no later move counts as a change of the script, which a later write
+    leaves as it is.
+    """
+    table = moved_table(outer=Outer(torch.optim.SGD, inner_steps=2, elastic=0.5))
+    table.left()
+    table.take_result(StepResult(1, True, 0))
+    table.moves.merge()
+    table.write_parameters()
+    (entry,) = table.layout.placed
+    assert entry.tensor.eq(0.0).all()
 
 
 def test_a_pull_of_a_fragment_that_expired_is_begun_again_as_it_was() -> None:

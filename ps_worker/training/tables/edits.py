@@ -73,6 +73,10 @@ class WrittenValues:
         now = ColumnSums(map(torch.Size.numel, shapes))
         return changed | true_numbers(now.differing(before, others))
 
+    def forget_left(self) -> None:
+        """The wait has ended with values that are merged: later changes are moves."""
+        self._left = None
+
     def begin(self) -> None:
         """A pull begins: the received values change."""
         self.is_known = False

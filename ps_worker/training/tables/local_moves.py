@@ -88,7 +88,7 @@ class LocalMoves:
             self._moved = FlatBuffer(self._layout, is_shared=is_shared)
         if self.fragment is not None and self._measured is None:
             self._measured = torch.empty_like(self._received.values)
-        for piece in self._pieces(self._blocks):
+        for piece in self._pieces(self.exchanged):
             entry, elements = piece
             out, pulled = self._moved.values[elements], self._received.values[elements]
             out.copy_(piece.own())
@@ -106,14 +106,18 @@ class LocalMoves:
         """The blocks that were measured."""
         assert self._moved is not None  # noqa: S101 - as it says
         blocks = blocks_in(self._table, self._moved.values)
-        return (each for each in blocks if each.block in self._blocks)
+        return (each for each in blocks if each.block in self.exchanged)
 
-    def move_again(self, blocks: Collection[int]) -> None:
-        """Move the parameters once more, in blocks that the servers did not take."""
+    def move_again(self, blocks: Collection[int], but: Collection[int] = ()) -> None:
+        """Move the parameters, except `but` (places in the layout), once more, in blocks that the
+        servers did not take.
+        """
         assert self._moved is not None  # noqa: S101 - they were pushed
+        kept = [self._layout.placed[index] for index in but]
         for piece in self._pieces(blocks):
-            own = piece.own()
-            piece.set_own(own - self._moved.values[piece.elements].to(own.device))
+            if piece.entry not in kept:
+                own = piece.own()
+                piece.set_own(own - self._moved.values[piece.elements].to(own.device))
 
     # --- a fragment
 
@@ -133,7 +137,7 @@ class LocalMoves:
         if not self.has_arrived:
             return
         assert self._measured is not None  # noqa: S101 - it is the fragment's
-        for piece in self._pieces(self._blocks):
+        for piece in self._pieces(self.exchanged):
             own = piece.own()
             pulled = self._received.values[piece.elements].to(own.device)
             measured = self._measured[piece.elements].to(own.device)
@@ -162,7 +166,8 @@ class LocalMoves:
         return 1.0 if self._outer is None else self._outer.elastic
 
     @property
-    def _blocks(self) -> range:
+    def exchanged(self) -> range:
+        """The blocks that the present step exchanges."""
         return range(self._table.block_count) if self.fragment is None else self.fragment
 
     def _elements(self, block: int) -> slice:

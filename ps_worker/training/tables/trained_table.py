@@ -506,33 +506,43 @@ class TrainedTable:
         """A wait for the pull was given up: changes from now on are not overwritten."""
         self._written.left()
 
-    def write_parameters(self, but: Collection[int] = ()) -> None:
+    def write_parameters(self, but: Collection[int] = ()) -> Collection[int]:
         """Write the pulled values into the parameters, except `but` (places in the layout) and
         those that the script has changed since a wait was given up: they are edits of the next
-        step. Values that are awaited are written when they are read.
+        step. Values that are awaited are written when they are read. Returns the exceptions.
         """
         if self._awaited:
             self._written.left()
-            return
+            return but
         but = {*but, *self._written.changed_since_left()}
         pairs = zip(self.layout.placed, self._received.views, strict=True)
         moves = [(entry.tensor, view) for i, (entry, view) in enumerate(pairs) if i not in but]
         with torch.no_grad():
             self._arrivals = from_host(moves)
         self._written.wrote_all(but)
+        return but
 
-    def take_result(self, result: StepResult) -> bool:
-        """OUTER: keep how far inner steps moved the parameters in blocks that the servers did not
-        take; the next outer step pushes that. Returns True if there are any. The values of a
-        fragment wait for `moves.merge`.
+    def take_result(self, result: StepResult | None, *, is_again: bool = False) -> bool:
+        """OUTER: write the pulled values into the parameters, and keep how far inner steps moved
+        them in blocks that the servers did not take; the next outer step pushes that. Returns True
+        if there are any. The values of a fragment wait for `moves.merge`.
+
+        Args:
+            result: the step's; None: it was refused, and the servers took nothing of it.
+            is_again: an earlier call has had it.
         """
-        blocks = set(result.rejected)
-        if self.handle.steps.residuals is None:  # else the codec brings what was discarded
+        blocks = set(self.moves.exchanged if result is None else result.rejected)
+        # Else the codec brings what was discarded.
+        if result is not None and self.handle.steps.residuals is None:
             blocks.update(result.discarded_blocks)
-        if self.moves.fragment is not None:
-            self.moves.arrived(blocks)
-        elif blocks:
-            self.moves.move_again(blocks)
+        if self.moves.fragment is None:
+            changed = self.write_parameters()
+            if blocks:
+                self.moves.move_again(blocks, but=changed)
+        else:
+            self._written.forget_left()
+            if not is_again:  # it may be merged by now
+                self.moves.arrived(blocks)
         return bool(blocks)
 
     def local_values(self) -> tuple[torch.Tensor, torch.Tensor]:
