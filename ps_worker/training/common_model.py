@@ -1,9 +1,12 @@
 """Gives all workers the same parameters: two barriers with a pull between them (SEMANTICS S17).
 
 With `Outer` the first barrier carries whether a worker has moved since its last outer step. If one
-has, all take an outer step, and meet again.
+has, all take an outer step, and meet again, until the servers have every move: one that came too
+late is in the next outer step.
 
 Rules:
+    - With backup workers no more take an outer step than an update has, unless more have moved.
+      Else those that have not might be first each time. The others pass its clock.
     - The next call resumes one that was interrupted. So does the next step, which otherwise only
       some workers would pull.
     - Changes that the script makes after an interruption stay: they are an edit of the next step.
@@ -15,11 +18,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ps_core.errors import EditRefused, InvalidConfig
 from ps_worker.client.client import Client
 from ps_worker.steps.inner_steps import InnerSteps
 from ps_worker.training.interrupts import uninterrupted
+from ps_worker.training.local_optimizer import OuterNeeds
 from ps_worker.training.module_buffers import BufferTable
 from ps_worker.training.planned_edits import names_of
 from ps_worker.training.tables.trained_table import TrainedTable
@@ -34,17 +39,49 @@ class EarlyOuterStep:
 
     Attributes:
         inner: the inner steps since the last one.
-        waits_for_others: it may end only when the others take one, too.
-        least_clock: the clock that each worker must be at before this one's outer step can end.
-        seal: seals it, from the given clock on at the earliest.
+        needs: says what it needs of the other workers, at this worker's present clock.
+        pass_to: passes the clocks up to the given one.
+        seal: seals it.
         end: waits for the end of the one that is sealed, if one is.
     """
 
     inner: InnerSteps
-    waits_for_others: bool
-    least_clock: int
-    seal: Callable[[int], object]
+    needs: Callable[[], OuterNeeds]
+    pass_to: Callable[[int], object]
+    seal: Callable[[], object]
     end: Callable[[], object]
+
+
+class Share(NamedTuple):
+    """One worker's share of the first barrier."""
+
+    rank: int
+    has_moved: bool
+    needs: OuterNeeds
+
+
+def outer_takers(shares: Sequence[Share]) -> list[int]:
+    """The ranks that take the next outer step of a meeting: none, if nobody has moved."""
+    movers = [share for share in shares if share.has_moved]
+    ranks = [share.rank for share in movers]
+    if any(share.needs.waits_for_others for share in movers):
+        others = [share.rank for share in shares if not share.has_moved]
+        enough = enough_for_all(shares)
+        ranks += others[: max(enough - len(ranks), 0)] if enough else others
+    return ranks
+
+
+def least_clock_of_all(shares: Sequence[Share]) -> int:
+    """The clock that every worker must be at before the next outer step."""
+    return max(share.needs.least_clock for share in shares)
+
+
+def enough_for_all(shares: Sequence[Share]) -> int:
+    """The workers whose steps make the next update, with backup workers; 0: it has those of all."""
+    least = least_clock_of_all(shares)
+    if not any(share.needs.enough for share in shares if share.needs.least_clock == least):
+        return 0  # the setting of others is of an earlier clock
+    return max(share.needs.enough for share in shares)
 
 
 class CommonModel:
@@ -64,7 +101,6 @@ class CommonModel:
         self._left: deque[str] = deque()  # the barriers, and the pull, that have not ended
         self._is_due = False  # the workers have agreed on an outer step
         self._least_clock = 0  # from which on all take it
-        self._is_sealed = False  # this meeting has sealed its outer step
 
     @property
     def is_interrupted(self) -> bool:
@@ -83,9 +119,8 @@ class CommonModel:
             has_moved = outer is not None and outer.inner.have_moved
             if is_pulled and not has_moved:  # else a change counts as a move
                 self._check_unchanged()
-            self._is_sealed = False
             self._least_clock = 0
-            self._is_due = has_moved and outer is not None and not outer.waits_for_others
+            self._is_due = has_moved and outer is not None and not outer.needs().waits_for_others
             # After the first barrier no worker takes a step, until all have passed the second.
             self._left.append(f"synchronize {self._name}")
             self._left.extend([_PULL, f"synchronized {self._name}"] if is_pulled else [])
@@ -134,27 +169,32 @@ class CommonModel:
         return outer.inner.have_moved and not self._client.collectives.takes_part
 
     def _take_outer_step(self, outer: EarlyOuterStep, timeout_s: float | None) -> None:
-        """The first barrier, and before it one outer step of all workers, if any has moved."""
-        calls = self._client.collectives
+        """The first barrier, and before it outer steps of all workers, while any has moved."""
+        calls, rank = self._client.collectives, self._client.rank
         while True:
             if self._is_due:
                 if not outer.inner.have_moved:  # else a change counts as a move
                     self._check_unchanged()
                 with uninterrupted():
-                    outer.seal(self._least_clock)
-                    self._is_due, self._is_sealed = False, True
+                    outer.pass_to(self._least_clock)
+                    outer.seal()
+                    self._is_due = False
             outer.end()
             if not calls.takes_part:
                 self._left.popleft()
                 return
-            given = (outer.inner.have_moved and not self._is_sealed, outer.least_clock)
+            given = (rank, outer.inner.have_moved, tuple(outer.needs()))
             with self._meeting():
                 found = calls.gather_left_open(given, name=self._left[0], timeout_s=timeout_s)
             with uninterrupted():
                 calls.close_call()
-                self._is_due = any(moved for moved, _ in found)
-                self._least_clock = max(clock for _, clock in found)
-                if not self._is_due:
+                shares = [Share(other, moved, OuterNeeds(*needs)) for other, moved, needs in found]
+                takers = outer_takers(shares)
+                self._is_due = rank in takers
+                self._least_clock = least_clock_of_all(shares)
+                if not takers:
+                    if enough_for_all(shares):  # of which this worker may have been none
+                        outer.pass_to(self._least_clock)
                     self._left.popleft()
                     return
 

@@ -606,7 +606,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         or between two steps; training goes on after it. Buffers on the servers come with them.
 
         Under BSP parameters are the same after each step anyway; with `Outer` after each outer
-        step, and this takes one early, if any worker has taken inner steps since the last.
+        step, and this takes one early, or several, until the servers have all inner steps.
 
         Args:
             timeout_s: None means the client's request_deadline_s.

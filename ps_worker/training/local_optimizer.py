@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -129,6 +129,21 @@ def refused_inner_step(problem: str) -> str:
     )
 
 
+class OuterNeeds(NamedTuple):
+    """The needs of one worker's next outer step.
+
+    Attributes:
+        waits_for_others: it may end only when the others take one, too.
+        least_clock: the clock that each worker must be at before it can end.
+        enough: the workers whose steps make its update, with backup workers; 0: it has those of
+            all.
+    """
+
+    waits_for_others: bool
+    least_clock: int
+    enough: int
+
+
 class SettingsByClock:
     """The settings of a model's tables, by clock."""
 
@@ -143,6 +158,18 @@ class SettingsByClock:
         awake = [handle for handle, is_awake in handles if is_awake]
         newest = [(self._newest(handle), handle.clock + clocks) for handle in awake]
         return [self._seen[table.table_id].at(table, clock) for table, clock in newest]
+
+    def needs_after(
+        self, clock: int, handles: Sequence[tuple[TableHandle, bool]], worker_count: int
+    ) -> OuterNeeds:
+        """The needs of the outer step after `clock`. Args as of `ahead`."""
+        settings = self.ahead(1, handles)
+        after = self.ahead(2, handles)  # of what the step pulls
+        waits = any(setting.mode is not Mode.ASP for setting in (*settings, *after))
+        backup_workers = max((setting.backup_workers for setting in settings), default=0)
+        if backup_workers:  # all take it at one clock, so that enough can be chosen
+            return OuterNeeds(waits, clock, max(worker_count - backup_workers, 1))
+        return OuterNeeds(waits, max((least_clock(each, clock) for each in after), default=0), 0)
 
 
 def least_clock(setting: Consistency, clock: int) -> int:

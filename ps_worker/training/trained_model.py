@@ -41,11 +41,11 @@ from ps_worker.training.common_model import CommonModel, EarlyOuterStep
 from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.joining import ModelJoin, clocks_to_pass
 from ps_worker.training.local_optimizer import (
+    OuterNeeds,
     OuterSteps,
     SettingsByClock,
     StateBefore,
     check_waits_for_all,
-    least_clock,
     refused_inner_step,
     skipped_step,
 )
@@ -252,19 +252,20 @@ class TrainedModel:
     def _early_outer_step(self) -> EarlyOuterStep | None:
         if self.outer is None:
             return None
-        settings = self._settings.ahead(1, self.awake_handles())
-        after = self._settings.ahead(2, self.awake_handles())  # of what the outer step pulls
-        waits = any(setting.mode is not Mode.ASP for setting in (*settings, *after))
-        least = max((least_clock(setting, self.clock) for setting in after), default=0)
-        return EarlyOuterStep(self.inner_steps, waits, least, self._seal_early, self.end_overlapped)
+        seal, end = self._seal_early, self.end_overlapped
+        return EarlyOuterStep(self.inner_steps, self._outer_needs, self._pass_to, seal, end)
 
-    def _seal_early(self, least: int) -> None:
-        """OUTER: seal an outer step of all blocks now, from clock `least` on at the earliest. A
-        worker that has not moved pushes that it stays, under BSP; else it takes no part.
-        """
+    def _outer_needs(self) -> OuterNeeds:
+        worker_count = len(self._client.engine.view.awaited_ranks)
+        return self._settings.needs_after(self.clock, self.awake_handles(), worker_count)
+
+    def _pass_to(self, clock: int) -> None:
         parts: list[TrainedTable | BufferTable] = [t for t in self.tables if not t.is_asleep]
-        for part in (*parts, *self.buffers) * max(least - self.clock, 0):
+        for part in (*parts, *self.buffers) * max(clock - self.clock, 0):
             part.pass_clock()
+
+    def _seal_early(self) -> None:
+        """OUTER: seal an outer step of all blocks; one without moves takes part under BSP only."""
         settings = self._settings.ahead(1, self.awake_handles())
         is_bsp = all(setting.mode is Mode.BSP for setting in settings)
         self.outer_steps.merge()
@@ -773,8 +774,8 @@ class TrainedModel:
                 table.write_parameters(() if is_taken else sealed.edited.get(table, ()))
             else:
                 result = None if sealed.refused else sealed.tickets[table].future.result()
-                is_moved = table.take_result(result, is_again=sealed.is_taken_over)
-                self.inner_steps.has_kept |= is_moved
+                is_again = sealed.is_taken_over
+                self.inner_steps.has_kept |= table.take_result(result, is_again=is_again)
         if not self.outer_steps.is_overlapped:
             self.outer_steps.merge()
         if self.own is not None and not sealed.is_taken_over:

@@ -21,6 +21,9 @@ WORKERS = 3
 STEPS = (9, 5, 7)
 FEATURES = 70
 MEETING = "synchronize slow"
+OUTER = ps.Outer(
+    partial(torch.optim.SGD, lr=1.0), inner_steps=4, lr=1.0, momentum=0.0, nesterov=False
+)
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +79,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "consistency": "asp",
         "steps": STEPS,
         "optimizer": ps.Add(partial(torch.optim.SGD, lr=1.0)),
+    },
+    # Pseudo-gradients come too late, in outer steps that are due and in those of `synchronize`.
+    "outer reject": {"consistency": "asp:reject=0", "steps": STEPS, "optimizer": OUTER},
+    "outer backup": {"consistency": "bsp:backup=1", "steps": (7, 7, 7), "optimizer": OUTER},
+    "outer backup, one has moved": {
+        "consistency": "bsp:backup=1",
+        "steps": (0, 0, 3),
+        "optimizer": OUTER,
     },
 }
 

@@ -128,6 +128,26 @@ def test_a_setting_holds_until_the_change_takes_effect() -> None:
     assert found == [[by_clock[n + 1], by_clock[n]] for n in range(12)]
 
 
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        (ps.BSP(), (True, 7, 0)),
+        (ps.SSP(2), (True, 5, 0)),
+        (ps.ASP(), (False, 0, 0)),
+        (ps.BSP(backup_workers=2), (True, 7, 3)),
+    ],
+)
+def test_an_outer_step_needs_of_others_what_its_setting_says(
+    setting: ps.Consistency, expected: tuple[bool, int, int]
+) -> None:
+    """With backup workers the clock of all, so that enough workers can be chosen for it."""
+    handle = Worker().handles[A]
+    handle.steps.clock = 7
+    table = replace(handle.table, change=TableChange(1, 0, setting))
+    settings = SettingsByClock(lambda _: table)
+    assert settings.needs_after(7, [(handle, True)], worker_count=5) == expected
+
+
 def test_the_state_of_a_local_optimizer_is_its_own_and_never_false() -> None:
     """torch.distributed.checkpoint takes a step where it is false, to have some made."""
     optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(3))], lr=0.1)

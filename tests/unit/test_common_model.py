@@ -1,0 +1,42 @@
+"""The outer steps of a meeting: who takes them, and at which clock."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from ps_worker.training.common_model import Share, enough_for_all, least_clock_of_all, outer_takers
+from ps_worker.training.local_optimizer import OuterNeeds
+
+
+def shares_of(moved: tuple[bool, ...], *needs: OuterNeeds) -> list[Share]:
+    """Those of the first workers; all have the same needs, or each its own."""
+    each = needs * len(moved) if len(needs) == 1 else needs
+    return [Share(rank, *found) for rank, found in enumerate(zip(moved, each, strict=True))]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_with_backup_workers_no_mover_is_pushed_out_by_one_that_stays(workers: int) -> None:
+    """Either all that take the step are in the update, or all that do have moved."""
+    for enough, moved in product(range(1, workers), product((False, True), repeat=workers)):
+        takers = outer_takers(shares_of(moved, OuterNeeds(True, 4, enough)))
+        movers = {rank for rank, has_moved in enumerate(moved) if has_moved}
+        assert len(takers) == len(set(takers)) == (max(len(movers), enough) if movers else 0)
+        assert movers <= set(takers)
+
+
+def test_else_all_take_it_if_it_waits_for_others() -> None:
+    for moved in ((True, False, False), (False, True, True)):
+        assert sorted(outer_takers(shares_of(moved, OuterNeeds(True, 4, 0)))) == [0, 1, 2]
+    assert outer_takers(shares_of((False, True, False), OuterNeeds(False, 0, 0))) == [1]
+    assert outer_takers(shares_of((False, False), OuterNeeds(True, 4, 0))) == []
+
+
+def test_the_setting_is_that_of_the_worker_that_is_furthest_on() -> None:
+    """Others pass the clocks up to its own first. Its view may lack a worker that joins."""
+    behind, on, joined = OuterNeeds(True, 3, 2), OuterNeeds(True, 5, 1), OuterNeeds(True, 4, 2)
+    shares = shares_of((True, False, False), behind, on, joined)
+    assert (least_clock_of_all(shares), enough_for_all(shares)) == (5, 2)
+    shares = shares_of((True, False), behind, OuterNeeds(True, 5, 0))
+    assert (least_clock_of_all(shares), enough_for_all(shares)) == (5, 0)
