@@ -252,12 +252,13 @@ class TrainedModel:
     def _early_outer_step(self) -> EarlyOuterStep | None:
         if self.outer is None:
             return None
+        self._outer_needs()  # a view tells of one change only: of each in its time
         seal, end = self._seal_early, self.end_overlapped
         return EarlyOuterStep(self.inner_steps, self._outer_needs, self._pass_to, seal, end)
 
     def _outer_needs(self) -> OuterNeeds:
-        worker_count = len(self._client.engine.view.awaited_ranks)
-        return self._settings.needs_after(self.clock, self.awake_handles(), worker_count)
+        ranks = self._client.engine.view.awaited_ranks
+        return self._settings.needs_after(self.clock, self.awake_handles(), len(ranks))
 
     def _pass_to(self, clock: int) -> None:
         parts: list[TrainedTable | BufferTable] = [t for t in self.tables if not t.is_asleep]
@@ -267,11 +268,10 @@ class TrainedModel:
     def _seal_early(self) -> None:
         """OUTER: seal an outer step of all blocks; one without moves takes part under BSP only."""
         settings = self._settings.ahead(1, self.awake_handles())
-        is_bsp = all(setting.mode is Mode.BSP for setting in settings)
+        takes_part = self.inner_steps.have_moved or all(s.mode is Mode.BSP for s in settings)
         self.outer_steps.merge()
         self.outer_steps.choose(self.clock, is_whole=True)
-        scale = StepScale(skip=not (is_bsp or self.inner_steps.have_moved))
-        self._sealed = self._seal(self._groups, scale, None)
+        self._sealed = self._seal(self._groups, StepScale(skip=not takes_part), None)
         self._sealed.has_gradients = self._is_hooked
 
     def _wait_pending(self) -> None:
@@ -774,8 +774,8 @@ class TrainedModel:
                 table.write_parameters(() if is_taken else sealed.edited.get(table, ()))
             else:
                 result = None if sealed.refused else sealed.tickets[table].future.result()
-                is_again = sealed.is_taken_over
-                self.inner_steps.has_kept |= table.take_result(result, is_again=is_again)
+                kept = table.take_result(result, is_again=sealed.is_taken_over)
+                self.inner_steps.has_kept |= kept
         if not self.outer_steps.is_overlapped:
             self.outer_steps.merge()
         if self.own is not None and not sealed.is_taken_over:
