@@ -160,6 +160,8 @@ class CommonModel:
             yield
         except InvalidConfig:
             self._left.clear()
+            for table in self._tables:  # which a call before may have left
+                table.forget_left()
             raise
 
     def _keeps_moves(self, outer: EarlyOuterStep) -> bool:

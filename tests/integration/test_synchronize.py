@@ -172,6 +172,31 @@ def test_what_changes_after_one_that_expired_is_not_written_over(clients: list[p
     assert float(models[0].weight.detach().min()) == 5.0
 
 
+def test_moves_after_one_that_expired_and_then_failed_are_no_changes_of_the_script(
+    clients: list[ps.Client],
+) -> None:
+    """The next outer step gives its worker the servers' values: half of how far it has moved."""
+    outer = ps.Outer(OUTER.factory, inner_steps=2, lr=0.5, momentum=0.0, nesterov=False)
+    models = [zeroed() for _ in clients]
+    optimizers = together(
+        [
+            partial(optimizer_for, client, model, "failed", optimizer=outer, consistency="asp")
+            for client, model in zip(clients, models, strict=True)
+        ]
+    )
+    with pytest.raises(ps.WaitExpired):
+        optimizers[0].synchronize(0.1)
+
+    def meet(rank: int) -> None:
+        with pytest.raises(ps.InvalidConfig, match="different collective calls"):
+            clients[rank].barrier("other") if rank else optimizers[0].synchronize()
+
+    together([partial(meet, rank) for rank in range(WORKERS)])
+    for expected in (-1.0, -1.0, -2.0, -2.0):
+        step(optimizers[0], models[0], 1.0)
+        assert torch.equal(models[0].weight, torch.full((2, FEATURES), expected))
+
+
 @pytest.mark.thorough
 def test_nobody_steps_on_before_all_have_pulled(clients: list[ps.Client]) -> None:
     """The second worker makes the calls by hand, and takes its time between them."""

@@ -74,7 +74,7 @@ class WrittenValues:
         return changed | true_numbers(now.differing(before, others))
 
     def forget_left(self) -> None:
-        """The wait has ended with values that are merged: later changes are moves."""
+        """No new values come, or they are merged: a later write is of all parameters."""
         self._left = None
 
     def begin(self) -> None:

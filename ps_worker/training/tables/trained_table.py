@@ -506,6 +506,10 @@ class TrainedTable:
         """A wait for the pull was given up: changes from now on are not overwritten."""
         self._written.left()
 
+    def forget_left(self) -> None:
+        """No pull is waited for any more: changes from now on are moves, or edits, as others."""
+        self._written.forget_left()
+
     def write_parameters(self, but: Collection[int] = ()) -> Collection[int]:
         """Write the pulled values into the parameters, except `but` (places in the layout) and
         those that the script has changed since a wait was given up: they are edits of the next
@@ -540,7 +544,7 @@ class TrainedTable:
             if blocks:
                 self.moves.move_again(blocks, but=changed)
         else:
-            self._written.forget_left()
+            self.forget_left()
             if not is_again:  # it may be merged by now
                 self.moves.arrived(blocks)
         return bool(blocks)
