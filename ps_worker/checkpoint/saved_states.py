@@ -13,7 +13,7 @@ import torch
 from ps_core.change import Checkpoint
 from ps_core.cluster_view import Session
 from ps_core.errors import InvalidCheckpoint, PushpullError
-from ps_core.manifest import Imported, Manifest, PartReport
+from ps_core.manifest import Imported, Manifest, PartReport, number_of
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.part_file import PartHeader, StoredWorker
 from ps_runtime.checkpoint.part_writer import WorkerTensor, write_worker_part
@@ -163,11 +163,10 @@ def _newest_with(url: str, name: str) -> str:
     """
     own = CheckpointDirectory(locate(url))
     with contextlib.suppress(PushpullError):
-        run, store = own.read_manifest().run, CheckpointStore(own.location.parent)
-        names = store.names()
-        for each in reversed(names[: names.index(own.name)]):
-            found = store.judged(each)
-            if isinstance(found, Manifest) and found.run & run:
+        manifest, store = own.read_manifest(), CheckpointStore(own.location.parent)
+        for each in reversed(store.names()):
+            found = store.judged(each) if (number_of(each) or 0) < manifest.number else None
+            if isinstance(found, Manifest) and found.run & manifest.run:
                 with CheckpointReader(store.named(each)) as reader:
                     headers = [reader.headers[w.file].worker for w in found.workers if w.file]
                 if any(header is not None and name in header.state for header in headers):

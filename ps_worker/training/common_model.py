@@ -77,11 +77,18 @@ def least_clock_of_all(shares: Sequence[Share]) -> int:
 
 
 def enough_for_all(shares: Sequence[Share]) -> int:
-    """The workers whose steps make the next update, with backup workers; 0: it has those of all."""
+    """The workers whose steps make the next update, with backup workers; 0: it has those of all.
+    Where the views of the workers furthest on differ, all take the step: nobody is waited for then
+    who does not.
+    """
     least = least_clock_of_all(shares)
-    if not any(share.needs.enough for share in shares if share.needs.least_clock == least):
-        return 0  # the setting of others is of an earlier clock
-    return max(share.needs.enough for share in shares)
+    furthest = [share.needs.enough for share in shares if share.needs.least_clock == least]
+    return max(share.needs.enough for share in shares) if all(furthest) else 0
+
+
+def may_be_behind(shares: Sequence[Share]) -> bool:
+    """True if a worker may have taken no part in the step before: its clock is to be passed."""
+    return any(share.needs.enough for share in shares)
 
 
 class CommonModel:
@@ -195,7 +202,7 @@ class CommonModel:
                 self._is_due = rank in takers
                 self._least_clock = least_clock_of_all(shares)
                 if not takers:
-                    if enough_for_all(shares):  # of which this worker may have been none
+                    if may_be_behind(shares):
                         outer.pass_to(self._least_clock)
                     self._left.popleft()
                     return

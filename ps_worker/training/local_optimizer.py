@@ -166,7 +166,8 @@ class SettingsByClock:
         settings = self.ahead(1, handles)
         after = self.ahead(2, handles)  # of what the step pulls
         waits = any(setting.mode is not Mode.ASP for setting in (*settings, *after))
-        backup_workers = max((setting.backup_workers for setting in settings), default=0)
+        # The step ends when each table has its update: that with fewest backup workers needs most.
+        backup_workers = min((setting.backup_workers for setting in settings), default=0)
         if backup_workers:  # all take it at one clock, so that enough can be chosen
             return OuterNeeds(waits, clock, max(worker_count - backup_workers, 1))
         return OuterNeeds(waits, max((least_clock(each, clock) for each in after), default=0), 0)

@@ -73,7 +73,7 @@ from scheduler.machine.checkpoint_state import (
     CheckpointUnneeded,
     CheckpointWritten,
 )
-from scheduler.machine.checkpoints import LEAVING, UNNAMED
+from scheduler.machine.checkpoints import LEAVING, UNNAMED, without_parameters
 from scheduler.machine.cluster import STARTED_AGAIN, Cluster, Decision
 from scheduler.machine.state import ClusterSettings, Transition
 
@@ -388,9 +388,14 @@ class Checkpointing:
                 await asyncio.wait(self._looks)
             world_size = cluster.view.of_run(UNNAMED).world_size
             manifest = manifest_of(cluster.settings, attempt, world_size)
-            manifest, directory = await asyncio.to_thread(
-                _completed, attempt, manifest, self.left_url, cluster.checkpoints.unfound
+            manifest = await asyncio.to_thread(
+                _with_left, attempt, manifest, self.left_url, cluster.checkpoints.unfound
             )
+            states = ((each.rank, each.file, each.problem) for each in manifest.workers)
+            lost = without_parameters(states) if cluster.checkpoints.needs_states(attempt) else ""
+            if lost:
+                raise InvalidCheckpoint(lost)
+            directory = await asyncio.to_thread(write_manifest, attempt.url, manifest)
             made = scheduler_pb2.CreateCheckpointResponse(
                 number=attempt.number, url=directory.url, byte_count=manifest.byte_count
             )
@@ -467,15 +472,14 @@ class Checkpointing:
             await self._remove(self.left_url)
 
 
-def _completed(
+def _with_left(
     attempt: Attempt, manifest: Manifest, left_url: str, unfound: Collection[int]
-) -> tuple[Manifest, CheckpointDirectory]:
-    """Complete a checkpoint, with copies of the state of workers that have left; the files of the
-    `unfound` ranks were never seen. Blocking.
+) -> Manifest:
+    """Copy the state of workers that have left into a checkpoint; the files of the `unfound` ranks
+    were never seen. Blocking.
 
     Raises:
-        InvalidCheckpoint: as `write_manifest`, or a state that is there cannot be copied, or one
-            was never there.
+        InvalidCheckpoint: a state that is there cannot be copied, or one was never there.
     """
     source = CheckpointDirectory(locate(left_url))
     copies = WorkerCopies(CheckpointDirectory(locate(attempt.url)), manifest)
@@ -499,8 +503,7 @@ def _completed(
             raise InvalidCheckpoint(
                 f"the state of worker {rank}, which has left, cannot be copied: {error.message}"
             ) from error
-    manifest = replace(manifest, workers=tuple(sorted(workers, key=lambda each: each.rank)))
-    return manifest, write_manifest(attempt.url, manifest)
+    return replace(manifest, workers=tuple(sorted(workers, key=lambda each: each.rank)))
 
 
 def _tell_lost(manifest: Manifest) -> None:

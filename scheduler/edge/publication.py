@@ -8,6 +8,7 @@ Rules:
       and calls are refused with the reason. So they are while a write lasts too long, which is not
       made again. A store that another scheduler has claimed, or a damaged one, ends the scheduler
       (`failed`).
+    - Nobody is served before the first write, so that may last, and is said to.
     - The end waits as long for a disk, and no longer: what was not written nobody was told.
 """
 
@@ -109,6 +110,7 @@ class Publication:
         self._publish = publish
         self._journal = journal
         self._stall_s = stall_s
+        self._has_written = False
         self._buffer = DecisionBuffer()
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._task: asyncio.Task[None] | None = None
@@ -182,9 +184,12 @@ class Publication:
         writing = asyncio.ensure_future(journal.write(delta))
         try:
             done, _ = await asyncio.wait((writing,), timeout=self._stall_s)
-            if not done:
+            if not done and self._has_written:
                 self._hold(Recovering(self._unanswered(journal)))
+            elif not done:
+                logs.error("journal_not_written", error=self._unanswered(journal))
             await writing
+            self._has_written = True
         finally:
             writing.cancel()
 

@@ -179,10 +179,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     @property
     def may_be_saved_later(self) -> bool:
-        """True while no worker is left, and no value is lost that a checkpoint would have: another
-        scheduler, with the journal, can make the last one.
+        """True while no worker is left, and nothing is lost that a checkpoint would have, values or
+        parameters that only workers had: another scheduler, with the journal, can make the last.
         """
-        is_lost = bool(self._cluster.checkpoints.lost_words)
+        checkpoints = self._cluster.checkpoints
+        is_lost = bool(checkpoints.lost_words) or checkpoints.parameters_are_lost
         return self._cluster.members.workers_are_done and not is_lost
 
     def finish(self) -> bool:

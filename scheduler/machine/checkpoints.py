@@ -89,6 +89,18 @@ _NAMED_COUNT = 3  # lost workers that a message names
 _NOT_BEGUN = "it was starting up, had taken no step and attached no state"
 
 
+def without_parameters(states: Iterable[tuple[int, str, str]]) -> str:
+    """Message if none of workers' states (rank, file, problem) is there, and one is lost; else
+    empty.
+    """
+    found = sorted(states)
+    lost = [f"worker {rank}: {problem}" for rank, _, problem in found if problem]
+    if not lost or any(file for _, file, _ in found):
+        return ""
+    named = listed(lost, _NAMED_COUNT)
+    return f"no worker's state is in it, and only the workers have parameters: {named}"
+
+
 class CheckpointAttempts:
     """The checkpoints of a cluster."""
 
@@ -518,18 +530,36 @@ class CheckpointAttempts:
         """Message if only workers have parameters, and no worker's state is there (CP-3); else
         empty.
         """
-        kinds = {table.spec.optimizer.kind for table in attempt.cuts.values()}
-        if OptimizerKind.AGGREGATE not in kinds and not self._state.workers_have_parameters:
+        if not self._have_parameters(attempt.cuts.values()):
             return ""
         found = [*attempt.left.items()]
         for node_id, place in attempt.workers.items():
             if node_id in attempt.parts and place.rank not in attempt.left:
                 found.append((place.rank, attempt.parts[node_id]))
-        lost = sorted((rank, part.problem) for rank, part in found if part.problem)
-        if not lost or any(part.file for _, part in found):
-            return ""
-        named = listed([f"worker {rank}: {problem}" for rank, problem in lost], _NAMED_COUNT)
-        return f"no worker's state is in it, and only the workers have parameters: {named}"
+        return without_parameters((rank, part.file, part.problem) for rank, part in found)
+
+    def _have_parameters(self, tables: Iterable[Table]) -> bool:
+        """True if workers have parameters that no server has."""
+        kinds = {table.spec.optimizer.kind for table in tables}
+        return OptimizerKind.AGGREGATE in kinds or self._state.workers_have_parameters
+
+    def needs_states(self, attempt: Attempt) -> bool:
+        """True if CP-3 holds for it: the edge reads its states, and may find none."""
+        return self._have_parameters(attempt.cuts.values())
+
+    @property
+    def parameters_are_lost(self) -> bool:
+        """True if no checkpoint will have the parameters that only workers had: all have ended, one
+        of them without its state, and none has left one.
+        """
+        workers = self._state.workers_of(UNNAMED)
+        if any(node.state.is_member for node in workers):
+            return False
+        parts = [left.part for left in self._state.left_parts.values()]
+        is_lost = any(part.problem for part in parts)
+        is_lost |= any(node.state is not NodeState.LEFT for node in workers)
+        has_one = any(part.file for part in parts)
+        return is_lost and not has_one and self._have_parameters(self._state.tables_of(UNNAMED))
 
     def _reason(self, attempt: Attempt, now_s: float) -> str:
         what = f"checkpoint {attempt.number}"

@@ -192,6 +192,7 @@ class Configurations:
         refused: list[RangeId] = []
         missing: list[RangeId] = []
         left_out: Counter[NodeId] = Counter()
+        far: set[NodeId] = set()
         let_in: Counter[NodeId] = Counter()
         for asked in backup_requests:
             old = self._state.ranges[asked.range_id]
@@ -209,11 +210,13 @@ class Configurations:
             is_full = len(kept) + len(added) >= self._backup_count
             joining = () if is_full else tuple(n for n in old.catching_up if n not in added)
             self._commit(replace(old, backups=tuple(sorted((*kept, *added))), catching_up=joining))
+            is_first = self._is_unconfirmed(asked.range_id)  # it leaves out all others
             self._confirm(asked.range_id, primary)
             left_out.update(set(old.backups) - kept)
+            far.update(() if is_first else set(old.backups) - kept)
             let_in.update(added)
-        if left_out or let_in:
-            self._keep_apart(primary, left_out.keys(), let_in.keys())
+        if far or let_in:
+            self._keep_apart(primary, far, let_in.keys())
         others = {*refused, *missing}
         granted = tuple(w.range_id for w in backup_requests if w.range_id not in others)
         transitions: list[Transition] = []
@@ -237,13 +240,18 @@ class Configurations:
     def _confirm(self, range_id: RangeId, primary: NodeId) -> None:
         """The primary may acknowledge something from now on."""
         source = self._state.log_sources.get(range_id)
-        if source is None or source.promoted_epoch is None:
+        if source is None or not self._is_unconfirmed(range_id):
             return
         if source.node_id == primary:  # it was promoted again
             self._state.log_sources[range_id] = replace(source, promoted_epoch=None)
         else:
             del self._state.log_sources[range_id]
             self._state.failed_over.add(range_id)
+
+    def _is_unconfirmed(self, range_id: RangeId) -> bool:
+        """True if the primary was promoted, and has not been granted a request since."""
+        source = self._state.log_sources.get(range_id)
+        return source is not None and source.promoted_epoch is not None
 
     def _passed_on(self, primary: NodeId, range_ids: Sequence[RangeId]) -> list[Transition]:
         """Try other live backups where the primary is missing the values; the rest is lost, unless

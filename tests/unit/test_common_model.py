@@ -6,7 +6,13 @@ from itertools import product
 
 import pytest
 
-from ps_worker.training.common_model import Share, enough_for_all, least_clock_of_all, outer_takers
+from ps_worker.training.common_model import (
+    Share,
+    enough_for_all,
+    least_clock_of_all,
+    may_be_behind,
+    outer_takers,
+)
 from ps_worker.training.local_optimizer import OuterNeeds
 
 
@@ -40,3 +46,20 @@ def test_the_setting_is_that_of_the_worker_that_is_furthest_on() -> None:
     assert (least_clock_of_all(shares), enough_for_all(shares)) == (5, 2)
     shares = shares_of((True, False), behind, OuterNeeds(True, 5, 0))
     assert (least_clock_of_all(shares), enough_for_all(shares)) == (5, 0)
+
+
+def test_where_views_differ_all_take_it() -> None:
+    """One has heard that the next update has the steps of all."""
+    enough, whole = OuterNeeds(True, 5, 2), OuterNeeds(True, 5, 0)
+    for needs in ((enough, whole, enough), (whole, enough, enough), (enough, enough, whole)):
+        assert sorted(outer_takers(shares_of((False, False, True), *needs))) == [0, 1, 2]
+
+
+def test_who_took_no_part_in_the_last_step_with_backup_workers_passes_its_clock() -> None:
+    """The next ones need all, and the others are a clock on."""
+    on, behind = OuterNeeds(True, 6, 0), OuterNeeds(True, 5, 2)
+    shares = shares_of((False, False, False), on, on, behind)
+    assert outer_takers(shares) == []
+    assert may_be_behind(shares)
+    assert least_clock_of_all(shares) == 6
+    assert not may_be_behind(shares_of((False, False), on))

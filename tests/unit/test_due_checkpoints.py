@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +70,14 @@ class Saving:
         progress = scheduler_pb2.NodeProgress(tables=[said])
         self.edge.heard(self.worker.node_id, progress)
 
-    async def leave(self, clock: int, url: str = "") -> SavedWorker:
+    async def leave(self, clock: int, url: str = "", *, keeps_all: bool = False) -> SavedWorker:
         """The worker leaves, and its state of that clock in a file; `url`: where it finds the place
-        of those who leave. The scheduler looks for that file.
+        of those who leave; `keeps_all`: no server has the parameters. The scheduler looks for it.
         """
         saved = worker_file(CheckpointDirectory(locate(url or self.edge.left_url)), 0, clock)
         tables = {TABLE: ReportedTable(0, clock)}
         part = PartReport(saved.file, saved.byte_count, saved.header_sha256, tables)
-        self.edge.report(self.worker, LEAVING, part)
+        self.edge.report(self.worker, LEAVING, replace(part, has_parameters=keeps_all))
         self.cluster.leave(self.worker)
         await self.ended()
         return saved
@@ -270,6 +271,10 @@ def test_one_that_cannot_have_the_state_of_a_worker_that_has_left_fails(tmp_path
     asyncio.run(live())
 
 
+def damage(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
 @pytest.mark.parametrize("is_missing", [True, False])
 def test_a_state_that_is_gone_or_damaged_is_lost_and_no_checkpoint_waits_for_it(
     tmp_path: Path, is_missing: bool
@@ -278,7 +283,7 @@ def test_a_state_that_is_gone_or_damaged_is_lost_and_no_checkpoint_waits_for_it(
         if is_missing:
             file.unlink()
         else:
-            file.write_bytes(file.read_bytes()[:-1])
+            damage(file)
 
     async def live() -> None:
         saving = Saving(tmp_path)
@@ -292,6 +297,24 @@ def test_a_state_that_is_gone_or_damaged_is_lost_and_no_checkpoint_waits_for_it(
         (worker,) = CheckpointDirectory(locate(made.url)).read_manifest().workers
         assert (worker.rank, worker.clock, worker.file) == (0, 10, "")
         assert saved.file in worker.problem
+
+    asyncio.run(live())
+
+
+def test_none_is_complete_without_the_parameters_that_a_lost_file_had(tmp_path: Path) -> None:
+    """CP-3: nobody knows that it is damaged before it is copied."""
+
+    async def live() -> None:
+        saving = Saving(tmp_path)
+        saving.heard(10)
+        saved = await saving.leave(clock=10, keeps_all=True)
+        damage(Path(saving.edge.left_url, saved.file))
+        assert saving.look() == 1
+        saving.write(cut=10)
+        await saving.ended()
+        (failed,) = saving.happened(CheckpointFailed)
+        assert "no worker's state is in it, and only the workers have parameters" in failed.reason
+        assert not saving.happened(CheckpointMade)
 
     asyncio.run(live())
 

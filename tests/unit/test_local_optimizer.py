@@ -12,7 +12,10 @@ from torch import nn
 import ps_worker as ps
 from ps_core.change import TableChange
 from ps_core.errors import InvalidConfig
+from ps_core.keys import TableId
+from ps_core.tables.table import Table
 from ps_worker.spec.optimizers import ServerOptimizer
+from ps_worker.steps.steps import TableHandle
 from ps_worker.training.local_optimizer import (
     SettingsByClock,
     StateBefore,
@@ -21,7 +24,7 @@ from ps_worker.training.local_optimizer import (
     local_state,
     outer_of,
 )
-from tests.unit.saving_worker import A, Worker
+from tests.unit.saving_worker import A, B, Worker
 
 
 def stepped(optimizer: torch.optim.Optimizer, *gradients: float) -> None:
@@ -146,6 +149,23 @@ def test_an_outer_step_needs_of_others_what_its_setting_says(
     table = replace(handle.table, change=TableChange(1, 0, setting))
     settings = SettingsByClock(lambda _: table)
     assert settings.needs_after(7, [(handle, True)], worker_count=5) == expected
+
+
+def enough_for(newest: dict[TableId, Table], pairs: list[tuple[TableHandle, bool]]) -> int:
+    settings = SettingsByClock(lambda handle: newest[handle.table.table_id])
+    return settings.needs_after(7, pairs, worker_count=5).enough
+
+
+def test_the_table_with_fewest_backup_workers_needs_most() -> None:
+    """The step ends when each table has its update."""
+    handles = Worker().handles
+    pairs = [(handles[A], True), (handles[B], True)]
+    for backups, enough in (((1, 2), 4), ((2, 1), 4), ((2, 2), 3), ((0, 1), 0), ((1, 0), 0)):
+        newest = {}
+        for table_id, count in zip((A, B), backups, strict=True):
+            change = TableChange(1, 0, ps.BSP(backup_workers=count))
+            newest[table_id] = replace(handles[table_id].table, change=change)
+        assert enough_for(newest, pairs) == enough
 
 
 def test_the_state_of_a_local_optimizer_is_its_own_and_never_false() -> None:

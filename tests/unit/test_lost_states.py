@@ -99,6 +99,23 @@ def test_what_a_worker_wrote_when_it_left_has_the_parameters() -> None:
     cluster.die(cluster.workers[0])
     leave(cluster, 1, WHOLE)
     assert made(cluster) == ""
+    assert not cluster.cluster.checkpoints.parameters_are_lost
+
+
+@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("kind", [Saving, Aggregating])
+def test_once_all_have_ended_and_left_none_the_parameters_are_lost(
+    kind: type[Saving], dies: bool
+) -> None:
+    """No later scheduler could save them, so the cluster may end."""
+    cluster = kind()
+    for worker in cluster.workers:
+        assert not cluster.cluster.checkpoints.parameters_are_lost
+        if dies:
+            cluster.die(worker)
+        else:
+            leave(cluster, cluster.workers.index(worker), FULL)
+    assert cluster.cluster.checkpoints.parameters_are_lost is (kind is Aggregating)
 
 
 def test_workers_without_a_state_lack_none() -> None:
@@ -107,3 +124,4 @@ def test_workers_without_a_state_lack_none() -> None:
         cluster.report(worker, PartReport(), LEAVING)
         cluster.leave(worker)
     assert made(cluster) == ""
+    assert not cluster.cluster.checkpoints.parameters_are_lost

@@ -173,10 +173,41 @@ def test_a_store_that_takes_nothing_is_tried_again_and_who_waits_is_told(tmp_pat
     run(tmp_path, main, Recovering("the disk is full"))
 
 
-def test_a_disk_that_does_not_answer_is_said_and_goes_on(tmp_path: Path) -> None:
+async def first_written(store: StandingStore) -> Scene:
+    """A scene whose first write has come, and whose next does not return."""
+    scene = Scene(store, stall_s=0.05)
+    store.answers.set()
+    scene.join()
+    await scene.publication.flushed()
+    scene.told.clear()
+    store.answers.clear()
+    return scene
+
+
+def test_the_first_write_may_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody is served before it, and to start again would take as long."""
+
     async def main() -> None:
         store = StandingStore(tmp_path)
         scene = Scene(store, stall_s=0.05)
+        scene.join()
+        flushing = asyncio.ensure_future(scene.publication.flushed())
+        while "has not answered for 0.05 s" not in caplog.text:
+            await turn()
+        assert not flushing.done()
+        store.answers.set()
+        await flushing
+        assert len(scene.told) == 1
+        await scene.publication.close(has_ended=False)
+
+    with caplog.at_level("ERROR", logger="pushpull"):
+        asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+def test_a_disk_that_does_not_answer_is_said_and_goes_on(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = StandingStore(tmp_path)
+        scene = await first_written(store)
         scene.join()
         for _ in range(2):
             with pytest.raises(Recovering, match=r"has not answered for 0\.05 s: mend the disk"):
@@ -200,7 +231,7 @@ def test_the_end_does_not_wait_for_a_disk_that_does_not_answer(
 ) -> None:
     async def main() -> None:
         store = StandingStore(tmp_path)
-        scene = Scene(store, stall_s=0.05)
+        scene = await first_written(store)
         scene.join()
         with pytest.raises(Recovering, match="has not answered"):
             await scene.publication.flushed()
