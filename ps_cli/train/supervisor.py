@@ -6,6 +6,7 @@ Rules:
     - Every role is stopped before `run` returns, unless the run ends well and leaves its roles for
       the next. A second signal kills the roles at once.
     - A run that did not fail may do a last thing while its roles still serve; a signal ends that.
+      A scheduler or server that dies meanwhile is started again by the same rules.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from ps_cli.console.output import Output
-from ps_cli.train.exit_rules import FAILURE_EXIT_CODE, ExitRules, RestartRole, RunEnd
+from ps_cli.train.exit_rules import FAILURE_EXIT_CODE, ExitRules, RestartRole, RunEnd, Verdict
 from ps_core.errors import PushpullError
 from ps_runtime.launch.launcher import Launcher, RoleExit, RoleProcess
 
@@ -71,7 +72,8 @@ class Supervisor:
             ending = watching.result() if watching.done() else _failure(working)
             if last is not None and ending.exit_code != FAILURE_EXIT_CODE:
                 working.cancel()
-                await self._unless_stopped(self._last(last, ending))
+                watching.cancel()
+                await self._unless_stopped(self._last(last, ending), rules, ended)
             goes_on = leaves_roles and not ending.exit_code
             return ending
         finally:
@@ -99,10 +101,15 @@ class Supervisor:
             await asyncio.gather(*self._following)
         await last(ending)
 
-    async def _unless_stopped(self, work: Work) -> None:
+    async def _unless_stopped(
+        self, work: Work, rules: ExitRules, ended: Callable[[RoleExit], Work]
+    ) -> None:
         async def signalled() -> None:
-            while not isinstance(await self._events.get(), signal.Signals):
-                pass
+            while not isinstance(event := await self._events.get(), signal.Signals):
+                if isinstance(event, Exception):
+                    self._output.complain(str(event))
+                elif event.command.kind != "worker" and event.returncode:
+                    self._judged(event, rules, ended)
 
         doing = asyncio.create_task(work)
         stopped = asyncio.create_task(signalled())
@@ -126,16 +133,23 @@ class Supervisor:
                 return RunEnd(128 + event, f"stopped by {event.name}")
             if isinstance(event, Exception):
                 raise event
-            servers = (p for p in self.launcher.processes if p.command.kind == "server")
-            verdict = rules.judge(event, sum(server.is_serving for server in servers))
-            again = verdict if isinstance(verdict, RestartRole) else None
-            following = asyncio.create_task(self._follow(event, ended, again))
-            self._following.add(following)
-            following.add_done_callback(self._following.discard)
+            verdict = self._judged(event, rules, ended)
             if isinstance(verdict, RunEnd):
                 return verdict
-            if verdict.message:
-                self._output.say(verdict.message)
+
+    def _judged(
+        self, role_exit: RoleExit, rules: ExitRules, ended: Callable[[RoleExit], Work]
+    ) -> Verdict:
+        """Follow the rules; what they say is printed, unless the run ends."""
+        servers = (p for p in self.launcher.processes if p.command.kind == "server")
+        verdict = rules.judge(role_exit, sum(server.is_serving for server in servers))
+        again = verdict if isinstance(verdict, RestartRole) else None
+        following = asyncio.create_task(self._follow(role_exit, ended, again))
+        self._following.add(following)
+        following.add_done_callback(self._following.discard)
+        if verdict.message and not isinstance(verdict, RunEnd):
+            self._output.say(verdict.message)
+        return verdict
 
     async def _follow(
         self, role_exit: RoleExit, ended: Callable[[RoleExit], Work], again: RestartRole | None
