@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import ps_core
 from ps_runtime.launch.role_environment import python_path
+from ps_runtime.system.process_end import end_at_sigterm_if_first
 
 ROLES = ("scheduler", "ps_server", "ps_worker")
 
@@ -46,6 +47,7 @@ def claim(module: str) -> None:
 
 def main() -> None:
     """Run the module of the command line, as `python -m` would."""
+    end_at_sigterm_if_first()  # a role imports for seconds before it handles signals itself
     _, module, *arguments = sys.argv
     if module in ROLES:
         claim(module)

@@ -27,6 +27,14 @@ WORKER_LOST_EXIT_CODE = 75
 _PR_SET_PDEATHSIG = 1
 
 
+def end_at_sigterm_if_first() -> None:
+    """End at SIGTERM also where this is a container's first process: until one handles a signal,
+    the kernel drops those to it that would end another. Call it from the main thread.
+    """
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+
+
 async def wait_for_stop_signal() -> signal.Signals:
     """Wait for SIGTERM or SIGINT; returns the signal.
 
@@ -47,6 +55,7 @@ async def wait_for_stop_signal() -> signal.Signals:
     finally:
         for number in STOP_SIGNALS:
             loop.remove_signal_handler(number)
+        end_at_sigterm_if_first()
 
 
 def die_with_parent() -> bool:
