@@ -74,15 +74,20 @@ class Table:
         """The newest setting."""
         return self.spec.consistency if self.change is None else self.change.consistency
 
+    def is_asp(self, clock: int) -> bool:
+        """True if steps of `clock` are ASP. False if an earlier setting holds there, which the view
+        does not have.
+        """
+        is_newest = self.change is None or clock > self.change.after_clock
+        return is_newest and self.consistency.mode is Mode.ASP
+
     @property
     def cut_step(self) -> int | None:
         """Step of the cut; None if it is not cut, or each range was cut at its own moment."""
         if self.cut is None:
             return None
-        after_clock, change = self.cut.after_clock, self.change
-        is_newest = change is None or after_clock > change.after_clock
-        is_asynchronous = is_newest and self.consistency.mode is Mode.ASP
-        return None if is_asynchronous else after_clock
+        after_clock = self.cut.after_clock
+        return None if self.is_asp(after_clock) else after_clock
 
     @cached_property
     def block_count(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +30,7 @@ from ps_core.errors import (
     WaitExpired,
 )
 from ps_core.tables.optimizers import OptimizerKind
+from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
 from ps_runtime.grpc.retry import Backoff, is_curable
 from ps_runtime.system.clock import now_s
@@ -79,12 +81,12 @@ def pull_model(
         model: the same architecture as the workers'; its values are replaced.
         name: the optimizer's name.
         consistent: the state after the same step in every table. Under SSP workers that are ahead
-            wait for a moment; under ASP there is no such state. With False each table is pulled at
-            its newest state.
+            wait for a moment; under ASP there is no such state. Until a change of the setting is in
+            effect, workers wait as under SSP. With False each table is pulled at its newest state.
         timeout_s: None means the client's request_deadline_s.
 
     Returns:
-        The pulled clock: the number of the step (0 if unknown: ASP).
+        The pulled clock: the number of the step; under ASP the slowest worker's.
 
     A reader's client keeps a copy of the values in host memory: its next call pulls what has
     changed.
@@ -105,13 +107,10 @@ def pull_model(
         _check(table, targets)
     pulls = [_TablePull(client, table) for table in tables]
     training = [pull for pull in pulls if not pull.table.name.endswith("/frozen")]
-    modes = {client.consistency_of(table).mode for table in tables}
-    if not consistent or not client.is_reader or not training or Mode.ASP in modes:
-        clock = _pull(training, consistent and modes == {Mode.BSP}, end_s)
-    elif modes == {Mode.BSP}:
-        clock = _pull_at_one_clock(training, end_s)
+    if consistent and client.is_reader and training:
+        clock = _pull_one_state(training, end_s)
     else:
-        clock = _pull_by_cut(training, end_s)
+        clock = _pull(training, consistent and _modes(pulls) == {Mode.BSP}, end_s)
     _pull([pull for pull in pulls if pull not in training], consistent, end_s)
     for pull in pulls:
         for tensor in pull.table.spec.tensors:
@@ -136,6 +135,11 @@ class _TablePull:
         self._raw, self._held = kept or (np.empty(byte_count, np.uint8), HeldValues())
         self.values = torch.from_numpy(self._raw).view(TORCH_DTYPE[table.dtype])
         self.pending = PendingTickets(client)
+
+    @property
+    def newest(self) -> Table:
+        """The table as the newest view has it."""
+        return self.client.tables.newest(self.table)
 
     def start(self, consistent: bool, end_s: float, at: Moment | None = None) -> PullTicket[Pulled]:
         ticket = self.client.pulls.start(
@@ -202,6 +206,29 @@ def _pull(pulls: Sequence[_TablePull], consistent: bool, end_s: float) -> int:
     return min((birth + ticket.future.result().clock for birth, ticket in tickets), default=0)
 
 
+def _modes(pulls: Sequence[_TablePull]) -> set[Mode]:
+    return {pull.newest.consistency.mode for pull in pulls}
+
+
+def _pull_one_state(pulls: Sequence[_TablePull], end_s: float) -> int:
+    """Pull all tables at one clock; as they are, if one of them is ASP there."""
+    modes = _modes(pulls)
+    if modes == {Mode.BSP}:
+        with suppress(InvalidConfig):  # another setting holds at the clock
+            return _pull_at_one_clock(pulls, end_s)
+    if Mode.ASP in modes:
+        clock = _pull(pulls, consistent=False, end_s=end_s)
+        if _has_asp(pulls, clock):
+            return clock
+    cut_clock = _pull_by_cut(pulls, end_s)
+    return _pull(pulls, consistent=False, end_s=end_s) if cut_clock is None else cut_clock
+
+
+def _has_asp(pulls: Sequence[_TablePull], clock: int) -> bool:
+    """True if a table is ASP at the model's clock."""
+    return any(pull.newest.is_asp(clock - pull.birth) for pull in pulls)
+
+
 def _pull_at_one_clock(pulls: Sequence[_TablePull], end_s: float) -> int:
     """Pull all tables at one clock, further ahead each time that a table had passed it."""
     smallest = min(pulls, key=lambda pull: pull.table.element_count)
@@ -226,8 +253,10 @@ def _pull_at_one_clock(pulls: Sequence[_TablePull], end_s: float) -> int:
             margin, clock = 0, None  # training has paused or ended before that clock
 
 
-def _pull_by_cut(pulls: Sequence[_TablePull], end_s: float) -> int:
-    """Suspend updates of all tables, and pull them at the highest clock of any."""
+def _pull_by_cut(pulls: Sequence[_TablePull], end_s: float) -> int | None:
+    """Suspend updates of all tables, and pull them at the highest clock of any; None if a table is
+    ASP there.
+    """
     tables = [pull.table for pull in pulls]
     backoff = Backoff()
     while True:
@@ -235,6 +264,8 @@ def _pull_by_cut(pulls: Sequence[_TablePull], end_s: float) -> int:
         try:
             with pulls[0].client.tables.cut(tables, lasts_s) as (cut, clocks):
                 clock = max(clock + pull.birth for pull, clock in zip(pulls, clocks, strict=True))
+                if _has_asp(pulls, clock):
+                    return None
                 _attempt(pulls, clock, now_s() + lasts_s, cut)
                 return clock
         except PushpullError as error:  # a server or a worker took too long, or is gone
@@ -246,9 +277,11 @@ def _pull_by_cut(pulls: Sequence[_TablePull], end_s: float) -> int:
 
 
 def _attempt(pulls: Sequence[_TablePull], clock: int, end_s: float, cut: int = 0) -> None:
-    """Pull all tables at one clock; raises once none of them is being written any more: AlreadyPast
-    if a table is past it, whose `clock` counts from the model's birth, or WaitExpired.
+    """Pull all tables at one clock; raises once none of them is being written any more:
+    InvalidConfig if a table needs a cut there, AlreadyPast if one is past it, whose `clock` counts
+    from the model's birth, or WaitExpired.
     """
+    mixed: InvalidConfig | None = None
     failure: AlreadyPast | WaitExpired | None = None
     for pull in pulls:
         pull.start(True, end_s, Moment(max(clock - pull.birth, 0), cut))
@@ -258,7 +291,10 @@ def _attempt(pulls: Sequence[_TablePull], clock: int, end_s: float, cut: int = 0
         except AlreadyPast as past:
             furthest = max(past.clock + pull.birth, failure.clock if failure else 0)
             failure = AlreadyPast(past.message, clock=furthest)
+        except InvalidConfig as error:
+            mixed = error
         except WaitExpired as late:
             failure = failure or late
-    if failure is not None:
-        raise failure
+    worst = mixed or failure
+    if worst is not None:
+        raise worst

@@ -17,6 +17,10 @@ Rules of a reader's consistent pull, which gives one state of a whole table whil
       reached. Then the pull names the highest of these clocks. A cut is always ended; servers end
       it soon if this process cannot.
     - Under ASP there is no clock that all ranges have: each is pulled as it is between two updates.
+    - The view has the newest setting, which may hold from a later clock on. Until then the pull is
+      by a cut, which gives one state under every setting.
+    - A range that moves or answers WaitExpired has let go of its cut. The pull then ends at once,
+      and the reader cuts again.
 
 Only the background loop calls this, except methods marked for any thread.
 """
@@ -28,7 +32,9 @@ import os
 from collections import deque
 from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -36,11 +42,12 @@ import numpy as np
 
 from ps_core import limits, sequence_locks
 from ps_core.cluster_view import ClusterView
-from ps_core.consistency import Consistency, Mode
+from ps_core.consistency import Mode
 from ps_core.errors import (
     AlreadyPast,
     Internal,
     InvalidConfig,
+    NotOwner,
     PushpullError,
     Recovering,
     StaleAssignment,
@@ -204,8 +211,8 @@ class Puller:
                 if not progress.wanted:
                     return progress.pulled()
                 for error in errors:
-                    if not is_curable(error):
-                        raise error
+                    if not _may_be_cured(order, error):
+                        raise WaitExpired(error.message) if is_curable(error) else error
                 if not errors and progress.torn_count > torn_count:
                     continue  # there is nothing to wait for
                 error = errors[0] if errors else Recovering("a server ended its answer early")
@@ -256,7 +263,7 @@ class Puller:
         """Ask every server for its wanted blocks; returns the errors, incurable ones first. Then
         nothing writes to the caller's memory any more.
         """
-        view = self.links.view
+        view, may_be_cured = self.links.view, partial(_may_be_cured, progress.order)
         by_server: dict[NodeId | None, list[RangeId]] = {}
         for range_id in sorted(progress.wanted):
             if view.ranges[range_id].is_lost:
@@ -271,7 +278,7 @@ class Puller:
         }
         errors: list[PushpullError] = []
         try:
-            while pending and all(is_curable(error) for error in errors):
+            while pending and all(map(may_be_cured, errors)):
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     errors += task.result()
@@ -279,7 +286,7 @@ class Puller:
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
-        return sorted(errors, key=is_curable)
+        return sorted(errors, key=lambda error: (is_curable(error), may_be_cured(error)))
 
     async def _ask(
         self,
@@ -513,6 +520,13 @@ class Puller:
             progress.lowest_clock = value.clock
 
 
+def _may_be_cured(order: PullOrder, error: PushpullError) -> bool:
+    """True if the same request may succeed later. A cut is no longer held after these errors."""
+    if order.cut and isinstance(error, WaitExpired | StaleAssignment | NotOwner):
+        return False
+    return is_curable(error)
+
+
 def _row_bytes(
     order: PullOrder, ranges: Iterable[RangeId], wanted: Mapping[RangeId, Iterable[int]]
 ) -> int:
@@ -627,22 +641,22 @@ class ConsistentPuller:
         self._puller = puller
 
     async def pull(self, order: PullOrder) -> Pulled:
-        while True:
-            setting = self._setting(order)
-            try:
-                match setting.mode:
-                    case Mode.BSP:
-                        return await self._pull_ahead(order)
-                    case Mode.SSP:
-                        return await self._pull_by_cut(order)
-                    case Mode.ASP:
-                        return await self._puller.pull(replace(order, consistent=False))
-            except InvalidConfig:
-                if self._setting(order) == setting:
-                    raise
+        mode = self._newest(order).consistency.mode
+        if mode is Mode.BSP:
+            with suppress(InvalidConfig):  # another setting holds at the clock
+                return await self._pull_ahead(order)
+        if mode is Mode.ASP:
+            pulled = await self._pull_as_it_is(order)
+            if self._newest(order).is_asp(pulled.clock):
+                return pulled
+        pulled_by_cut = await self._pull_by_cut(order)
+        return await self._pull_as_it_is(order) if pulled_by_cut is None else pulled_by_cut
 
-    def _setting(self, order: PullOrder) -> Consistency:
-        return self._puller.links.view.table(order.table.table_id).consistency
+    def _newest(self, order: PullOrder) -> Table:
+        return self._puller.links.view.table(order.table.table_id)
+
+    async def _pull_as_it_is(self, order: PullOrder) -> Pulled:
+        return await self._puller.pull(replace(order, consistent=False))
 
     async def _pull_ahead(self, order: PullOrder) -> Pulled:
         margin = 0
@@ -681,23 +695,30 @@ class ConsistentPuller:
                     raise
                 await self._puller.pause(order, backoff, error)
 
-    async def _pull_by_cut(self, order: PullOrder) -> Pulled:
+    async def _pull_by_cut(self, order: PullOrder) -> Pulled | None:
+        """Cut until a pull succeeds; None if the table is ASP at the clock that it has reached."""
         backoff = Backoff()
         while True:
-            lasts_s = min(limits.DEFAULT_CUT_S, max(order.deadline_s - now_s(), 0.001))
-            cut = new_cut()
             try:
-                clocks = await self.begin_cut(cut, [order.table], lasts_s)
-                (clock,) = clocks.values()
-                end_s = now_s() + lasts_s
-                at = replace(order, clock=clock, cut=cut, deadline_s=end_s)
-                return await self._puller.pull_at(at)
+                return await self._pull_by_one_cut(order)
             except PushpullError as error:  # a server or a worker took too long
                 if not (is_curable(error) or isinstance(error, AlreadyPast)):
                     raise
                 await self._puller.pause(order, backoff, WaitExpired(error.message))
-            finally:
-                await self.end_cut(cut, [order.table])
+
+    async def _pull_by_one_cut(self, order: PullOrder) -> Pulled | None:
+        lasts_s = min(limits.DEFAULT_CUT_S, max(order.deadline_s - now_s(), 0.001))
+        cut = new_cut()
+        try:
+            clocks = await self.begin_cut(cut, [order.table], lasts_s)
+            (clock,) = clocks.values()
+            if self._newest(order).is_asp(clock):
+                return None
+            end_s = now_s() + lasts_s
+            at = replace(order, clock=clock, cut=cut, deadline_s=end_s)
+            return await self._puller.pull_at(at)
+        finally:
+            await self.end_cut(cut, [order.table])
 
     async def begin_cut(
         self, cut: int, tables: Sequence[Table], lasts_s: float

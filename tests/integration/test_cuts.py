@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import ps_worker as ps
+from tests.integration.lane_cluster import until
 
 pytestmark = pytest.mark.slow
 
@@ -167,13 +168,8 @@ def test_a_worker_asks_for_no_cut(workers: list[ps.Client]) -> None:
         workers[0].pull(tables[0], consistent=True)
 
 
-@pytest.mark.thorough
-def test_an_evaluator_gets_one_state_of_a_whole_model(
-    workers: list[ps.Client], reader: ps.Client
-) -> None:
-    """Two tables of one model (two groups); each step adds 1 to every parameter of both."""
-    torch.manual_seed(0)
-    name = f"model {next(_names)}"
+def _trained(workers: list[ps.Client], name: str) -> list[ps.DistributedOptimizer]:
+    """Two tables of one model (two groups), both zero; `_step` adds 1 to every parameter."""
     models = [torch.nn.Linear(30, 20) for _ in workers]
     for model in models:
         torch.nn.init.zeros_(model.weight)
@@ -193,19 +189,62 @@ def test_an_evaluator_gets_one_state_of_a_whole_model(
         )
 
     with ThreadPoolExecutor(WORKERS) as pool:
-        optimizers = list(pool.map(optimizer, range(WORKERS)))
+        return list(pool.map(optimizer, range(WORKERS)))
 
-    def step(rank: int) -> None:
-        for parameter in models[rank].parameters():
+
+def _step(optimizer: ps.DistributedOptimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
-        optimizers[rank].step()
+    optimizer.step()
 
+
+def _read_clock(reader: ps.Client, name: str) -> int:
+    """Pull the model; the clock whose steps all of its values have."""
     evaluated = torch.nn.Linear(30, 20)
-    clocks = []
-    with _training(step):
-        for _ in range(8):
-            clocks.append(ps.pull_model(reader, evaluated, name))
-            found = torch.cat([parameter.flatten() for parameter in evaluated.parameters()])
-            assert torch.all(found == WORKERS * clocks[-1]), (found.unique(), clocks)
+    clock = ps.pull_model(reader, evaluated, name)
+    found = torch.cat([parameter.flatten() for parameter in evaluated.parameters()])
+    assert torch.all(found == WORKERS * clock), (found.unique(), clock)
+    return clock
+
+
+@pytest.mark.thorough
+def test_an_evaluator_gets_one_state_of_a_whole_model(
+    workers: list[ps.Client], reader: ps.Client
+) -> None:
+    name = f"model {next(_names)}"
+    optimizers = _trained(workers, name)
+    with _training(lambda rank: _step(optimizers[rank])):
+        clocks = [_read_clock(reader, name) for _ in range(8)]
     assert clocks == sorted(clocks)
     assert clocks[-1] > clocks[0]
+
+
+def test_an_evaluator_gets_one_state_while_another_setting_is_still_to_come(
+    workers: list[ps.Client], reader: ps.Client
+) -> None:
+    name = f"model {next(_names)}"
+    optimizers = _trained(workers, name)
+    for optimizer in optimizers:
+        _step(optimizer)
+    handles = reader.tables.open_all(f"{name}/", lambda specs: len(specs) == 2, DEADLINE_S)
+
+    def change(setting: str) -> None:
+        optimizers[0].set_consistency(setting, after_clock=1000)
+        until(
+            lambda: all(reader.consistency_of(handle).mode.value == setting for handle in handles),
+            "the reader hears of it",
+        )
+
+    change("bsp")
+    assert _read_clock(reader, name) == 1
+    change("asp")
+    for _ in range(2):
+        _step(optimizers[0])
+    reading = reader.pull(handles[0], consistent=True, callback=lambda _: None)
+    with ThreadPoolExecutor(1) as pool:
+        evaluating = pool.submit(_read_clock, reader, name)
+        for optimizer in optimizers[1:] * 2:
+            _step(optimizer)
+        assert evaluating.result() == 3
+    assert np.all(np.asarray(reader.wait(reading)) == WORKERS * 3)

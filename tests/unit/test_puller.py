@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 
 from ps_core import limits, sequence_locks
+from ps_core.change import TableChange
 from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.consistency import parsed
 from ps_core.errors import (
     AlreadyPast,
     Internal,
     InvalidConfig,
+    NotOwner,
     PushpullError,
     Recovering,
     ValuesLost,
@@ -615,8 +617,13 @@ class Readable(Link):
         self.cuts.remove(cut)
 
 
-def reading(text: str, *links: Link, **more: Any) -> tuple[PullOrder, Pulled]:
+def reading(
+    text: str, *links: Link, after_clock: int | None = None, **more: Any
+) -> tuple[PullOrder, Pulled]:
+    """A consistent read of a table whose newest setting holds after that clock, or always."""
     of = replace(MODEL, spec=replace(MODEL.spec, consistency=parsed(text)))
+    if after_clock is not None:
+        of = replace(of, change=TableChange(1, after_clock, parsed(text)))
     found = Links(*links, view=view_of(of=of))
     order = order_of(of, consistent=True, **more)
     puller = ConsistentPuller(puller_of(found))
@@ -660,3 +667,66 @@ def test_under_asp_each_range_is_pulled_as_it_is() -> None:
     check_values(order)
     assert not any(link.requests[0].consistent for link in (one, other))
     assert [link.requests[0].clock for link in (one, other)] == [5, 5]
+
+
+# --- under a setting that holds from a later clock on
+
+
+def check_read_by_cut(order: PullOrder, *links: Readable) -> None:
+    check_values(order)
+    for link in links:
+        assert link.requests[-1].consistent
+        assert (link.requests[-1].clock, link.requests[-1].cut > 0) == (9, True)
+        assert link.cuts == []
+
+
+def test_before_a_table_becomes_asp_it_is_read_by_a_cut() -> None:
+    one, other = Readable(whole), Readable(whole)
+    order, _ = reading("asp", one, other, after_clock=1000)
+    check_read_by_cut(order, one, other)
+
+
+@pytest.mark.parametrize("after_clock", [4, 5, 8])
+def test_beyond_the_clock_of_a_change_to_asp_nobody_waits(after_clock: int) -> None:
+    """The slowest worker is at clock 5, the fastest at 9."""
+    one, other = Readable(whole), Readable(whole)
+    order, _ = reading("asp", one, other, after_clock=after_clock)
+    check_values(order)
+    assert not any(each.consistent for link in (one, other) for each in link.requests)
+
+
+def needs_a_cut(request: parameters_pb2.PullRequest) -> list[Answer | PushpullError]:
+    if request.consistent and not request.cut:
+        return [InvalidConfig("not BSP: a consistent pull there needs a cut")]
+    return whole(request)
+
+
+@pytest.mark.parametrize("after_clock", [None, 7, 1000])
+def test_at_clocks_that_are_not_bsp_a_table_is_read_by_a_cut(after_clock: int | None) -> None:
+    """BSP begins later, or the view does not have the end of BSP yet."""
+    one, other = Readable(needs_a_cut), Readable(needs_a_cut)
+    order, _ = reading("bsp", one, other, after_clock=after_clock)
+    check_read_by_cut(order, one, other)
+
+
+@pytest.mark.parametrize("lost", [WaitExpired("cut again"), NotOwner("moved")])
+def test_a_cut_that_a_range_does_not_hold_is_not_asked_for_again(lost: PushpullError) -> None:
+    """Another range waits, and holds its workers, until the cut is ended."""
+
+    class Waiting(Readable):
+        async def pull(self, *arguments: Any, **more: Any) -> None:
+            if self.requests:
+                await super().pull(*arguments, **more)
+            else:
+                self.requests.append(arguments[0])
+                await asyncio.wait_for(asyncio.Event().wait(), arguments[1])
+
+    def lets_go_once(request: parameters_pb2.PullRequest) -> Sequence[Answer | PushpullError]:
+        return [lost] if len(one.requests) == 1 else whole(request)
+
+    one, other = Readable(lets_go_once), Waiting(whole)
+    order, _ = reading("ssp:2", one, other, lasts_s=2.0)
+    check_read_by_cut(order, one, other)
+    for link in (one, other):
+        first, second = link.requests
+        assert first.cut != second.cut
