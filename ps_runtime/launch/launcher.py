@@ -16,6 +16,7 @@ The caller decides the meaning of a role's end.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -25,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -286,6 +287,18 @@ def _ignore(*_: object) -> None:
     """The default sinks: `RoleProcess` has the last lines, and the end."""
 
 
+@contextlib.contextmanager
+def _kept_from_cleaners(directory: str) -> Iterator[None]:
+    """Lock a directory: systemd-tmpfiles removes old files in /tmp, but none in a locked one."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 class Launcher:
     """Starts roles and ends them all. Thread-safe; use it as a context manager."""
 
@@ -294,6 +307,8 @@ class Launcher:
         self._on_exit = on_exit
         self._forker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pushpull launcher")
         self._ready_directory = tempfile.TemporaryDirectory(prefix="pushpull-")
+        self._kept = contextlib.ExitStack()
+        self._kept.enter_context(_kept_from_cleaners(self._ready_directory.name))
         self._lock = threading.Lock()
         self._processes: list[RoleProcess] = []
         self._is_stopping = False
@@ -384,6 +399,7 @@ class Launcher:
             self.end(kind, grace_s)
         self._forker.shutdown()
         self.held_ports.close()
+        self._kept.close()
         self._ready_directory.cleanup()
 
     def end(self, kind: str, grace_s: float) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from ps_core import errors as tree
 from ps_runtime.grpc.addresses import advertised, join_address, reachable, split_address
 from ps_runtime.grpc.retry import Backoff, is_retryable
-from ps_runtime.launch.launcher import reason_of
+from ps_runtime.launch.launcher import Launcher, reason_of
 from ps_runtime.launch.ready_file import write_ready_file
 from ps_runtime.observe import logs, metrics
 from ps_runtime.system import clock
@@ -264,6 +266,21 @@ def test_the_ready_file_appears_whole_and_alone(tmp_path: Path) -> None:
     ):
         write_ready_file(file, "a:1", "a:2")
     assert json.loads(file.read_text()) == content
+
+
+def test_a_launchers_directory_is_locked_until_it_stops() -> None:
+    """systemd-tmpfiles removes what is old in /tmp, and asks for this lock first."""
+    with Launcher() as launcher:
+        directory = launcher.journal_directory.parent
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            launcher.stop()
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(descriptor)
+    assert not directory.exists()
 
 
 def test_the_clock_never_goes_back() -> None:
