@@ -91,6 +91,7 @@ REPLACEMENT_MUTANTS = (
         "ps_server/ranges/update_scales.py",
         "        return (0.0,) * len(self._state.blocks)\n",
         "        return ()\n",
-        ("steps", "newcomers", "replacements"),
+        ("departures-replacements",),
+        first_seed=121,  # two ranges must differ in who was late: one seed in hundreds
     ),
 )
