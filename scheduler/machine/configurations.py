@@ -240,7 +240,7 @@ class Configurations:
     def _confirm(self, range_id: RangeId, primary: NodeId) -> None:
         """The primary may acknowledge something from now on."""
         source = self._state.log_sources.get(range_id)
-        if source is None or not self._is_unconfirmed(range_id):
+        if source is None or source.promoted_epoch is None:
             return
         if source.node_id == primary:  # it was promoted again
             self._state.log_sources[range_id] = replace(source, promoted_epoch=None)

@@ -533,16 +533,24 @@ async def written(deaf: Deaf, link: PeerLink) -> None:
         await deaf.asked.wait()
 
 
+@contextlib.asynccontextmanager
+async def looked_at() -> AsyncIterator[tuple[Deaf, Hearing, PeerLink]]:
+    """A peer, and an open link to it that was looked at at 1,000 s."""
+    deaf, hearing = Deaf(ONE), Hearing()
+    async with grpc_node(deaf) as address:
+        link = PeerLink(node(address), WORKER, hearing, PeerQueue(), LEASE_S)
+        link.begin()
+        await hearing.is_open.wait()
+        link.look(1_000.0)
+        yield deaf, hearing, link
+        await link.close()
+
+
 def test_a_peer_that_answers_no_beat_is_connected_to_anew() -> None:
     """Its connection may have been cut: TCP and keepalives notice that after half a minute."""
 
     async def scenario() -> None:
-        deaf, hearing = Deaf(ONE), Hearing()
-        async with grpc_node(deaf) as address:
-            link = PeerLink(node(address), WORKER, hearing, PeerQueue(), LEASE_S)
-            link.begin()
-            await hearing.is_open.wait()
-            link.look(1_000.0)
+        async with looked_at() as (deaf, _, link):
             await written(deaf, link)
             with said_in_log("it has not answered for 10 s") as said:
                 for tick in range(1, 40):
@@ -553,19 +561,13 @@ def test_a_peer_that_answers_no_beat_is_connected_to_anew() -> None:
                     link.look(2_000.0 + tick * LEASE_S / 10)
                 await said.wait()
             await deaf.has_two_more.wait()
-            await link.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 def test_a_peer_that_answers_late_is_not() -> None:
     async def scenario() -> None:
-        deaf, hearing = Deaf(ONE), Hearing()
-        async with grpc_node(deaf) as address:
-            link = PeerLink(node(address), WORKER, hearing, PeerQueue(), LEASE_S)
-            link.begin()
-            await hearing.is_open.wait()
-            link.look(1_000.0)
+        async with looked_at() as (deaf, hearing, link):
             for beat in range(4):
                 hearing.has_heard.clear()
                 await written(deaf, link)
@@ -574,7 +576,6 @@ def test_a_peer_that_answers_late_is_not() -> None:
                 deaf.due.release()
                 await hearing.has_heard.wait()
             assert deaf.stream_count == 2
-            await link.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
