@@ -84,6 +84,7 @@ class SharedValues:
         self.segment = SharedSegment(f"pushpull-table-{table_id}", at)
         head = self.segment.array[: len(lengths) * sequence_locks.LOCK_BYTES]
         self._locks: sequence_locks.SequenceLocks = head.view(np.uint64)
+        self._templates = {block: self._template(block) for block in lengths}
 
     def values(self, block: int) -> Tensor:
         """The memory of a block's values, zeros at first; flat, of its padded length."""
@@ -98,20 +99,26 @@ class SharedValues:
         return place, sequence_locks.now(self._locks, place.lock_number)
 
     def shared_value(self, effect: AnswerPull, block: int) -> parameters_pb2.SharedValue:
-        place, lock = self.place(block)
         version = effect.versions[block]
+        lock = sequence_locks.now(self._locks, self._numbers[block])
+        value = parameters_pb2.SharedValue(stamp=lock)
+        value.MergeFrom(self._templates[block])
+        value.version = version
+        value.peer_version = version - effect.own_updates.get(block, 0)
+        value.clock = effect.range_clock
+        value.edit_count = effect.edit_count or 0
+        return value
+
+    def _template(self, block: int) -> parameters_pb2.SharedValue:
+        """The fields that are the same in all answers: a copy takes half the time."""
+        place = self._places[block]
         return parameters_pb2.SharedValue(
             block=block,
-            version=version,
-            peer_version=version - effect.own_updates.get(block, 0),
-            clock=effect.range_clock,
             codec=wire.codec_to_proto(self.codec),
             segment_id=self.segment_id,
             offset_bytes=place.offset_bytes,
             byte_count=place.byte_count,
             stamp_offset_bytes=sequence_locks.offset_bytes(place.lock_number),
-            stamp=lock,
-            edit_count=effect.edit_count,
         )
 
     def begin_change(self, blocks: Iterable[int]) -> None:

@@ -86,6 +86,7 @@ class RangeRead:
     ) -> None:
         part = part or parameters_pb2.RangePull()
         blocks: Sequence[int] = part.blocks
+        ids, skips, held_versions = part.ids, part.skipped_row_counts, part.held_versions
         self.terms = terms
         self.place = place
         self.number = 0
@@ -93,9 +94,9 @@ class RangeRead:
         self.cause: WaitCause | None = None
         self.is_answered = False
         self._blocks = blocks
-        self._ids = dict(zip(blocks, part.ids, strict=False))
-        self._skips = dict(zip(blocks, part.skipped_row_counts, strict=False))
-        self._held_versions: Sequence[int] = part.held_versions  # plus one; 0: none
+        self._ids = dict(zip(blocks, ids, strict=False)) if ids else {}
+        self._skips = dict(zip(blocks, skips, strict=False)) if skips else {}
+        self._held_versions: Sequence[int] = held_versions or ()  # plus one; 0: none
         self._held_edit_count = part.held_edit_count
         self._held: dict[int, int] = {}  # by block, once `answer` knows which there are
         self._arrival: asyncio.Future[None] | None = None
@@ -146,7 +147,8 @@ class RangeRead:
         elif terms.shared and not terms.array and not self._skips:
             self._shared = shards.segments.shared_with(terms.session, key, self._codec)
         self._blocks = self._blocks or state.blocks
-        self._held = dict(zip(self._blocks, self._held_versions, strict=False))
+        if self._held_versions:
+            self._held = dict(zip(self._blocks, self._held_versions, strict=False))
         self._block_bytes = self._codec.payload_bytes(spec.block_elements)
         if self._ids:
             count = max(map(len, self._ids.values())) // limits.ROW_ID_BYTES

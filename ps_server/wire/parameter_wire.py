@@ -379,8 +379,9 @@ def block_answer(value: parameters_pb2.BlockValue, payload: bytes | memoryview) 
 
 def shared_answer(values: list[parameters_pb2.SharedValue]) -> bytes:
     """A serialized PullResponse of values that the caller reads in shared memory."""
-    shared = parameters_pb2.SharedValues(values=values)
-    return parameters_pb2.PullResponse(shared=shared).SerializeToString()
+    response = parameters_pb2.PullResponse()
+    response.shared.values.extend(values)
+    return response.SerializeToString()
 
 
 def unchanged_answer(clock: int, blocks: Iterable[int]) -> bytes:
