@@ -132,6 +132,8 @@ async def _serve(settings: ServerConfig) -> None:
             except Fenced as error:
                 if not error.retry_after_ms and not isinstance(error, ForeignCluster):
                     raise
+                if stop.done():  # another cluster may place ranges here in the time until it leaves
+                    return
                 logs.info("registering_again", reason=error.message)
                 servicer.detach()
                 backups.detach()
@@ -147,7 +149,8 @@ async def _serve(settings: ServerConfig) -> None:
         is_orderly = running.done() or stop.result() == signal.SIGTERM
         grace_s = settings.drain_grace_s if is_orderly else _LEAST_GRACE_S
         end_s = clock.now_s() + grace_s
-        if not running.done() and server.is_serving:  # it leaves, since it has seen the signal
+        is_member = server.is_serving and servicer.is_attached
+        if is_member and not running.done():  # it leaves, since it has seen the signal
             await asyncio.wait((running,), timeout=grace_s + _LEAST_GRACE_S)
         if running.done():
             running.result()
@@ -253,10 +256,10 @@ class _Membership:
         stack.callback(leaving.cancel)
         try:
             await self._until((self._finished, link.fenced, self._failed, self._left), tick)
-            if self._left.is_set():
-                return
             if isinstance(link.fenced_by, ForeignCluster) and node.shards.stores:
                 await self._keep_values()
+            if self._left.is_set():
+                return  # and joins no other cluster
         finally:
             if node.health.failure is not None:
                 raise Internal(
@@ -460,6 +463,8 @@ class _Membership:
         """Keep values that are of no use to the scheduler's cluster, which is another one: go on as
         without a scheduler, until an operator who has read the values stops this server.
         """
+        if self._left.is_set():
+            return
         link, node = self._link, self._node
         node.metrics.values_kept.set(1)
         view, reason = link.view, "" if link.fenced_by is None else link.fenced_by.message

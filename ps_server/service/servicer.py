@@ -81,6 +81,11 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             self._attached = None
 
     @property
+    def is_attached(self) -> bool:
+        """True between `attach` and `detach`."""
+        return self._attached is not None
+
+    @property
     def _node(self) -> ParameterNode:
         if self._attached is None:
             raise Recovering("the server has not registered yet", retry_after_ms=100)

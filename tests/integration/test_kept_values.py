@@ -58,6 +58,11 @@ class Process:
                 return line
         raise AssertionError(f"no line has '{pattern}': {''.join(seen)}")
 
+    def rest(self) -> str:
+        """All further lines, until it has ended."""
+        assert self.process.stderr is not None
+        return self.process.stderr.read()
+
     @property
     def address(self) -> str:
         """Where it serves."""
@@ -142,6 +147,51 @@ def test_a_server_with_values_keeps_them_until_somebody_has_read_them(
             client.checkpoint().wait()
         client.close(leave=False)
         server.process.send_signal(signal.SIGTERM)
-        assert server.line("event=stopped")
-        server.process.wait()
+        said = server.rest()
+        assert "event=stopped" in said
+        assert "event=registering_again" not in said, said
+        assert server.process.wait() == 0
         assert not Path(kept[1]).exists()
+
+
+@pytest.mark.thorough
+def test_a_server_that_stops_joins_no_cluster_that_it_finds_meanwhile(tmp_path: Path) -> None:
+    """It has no values to keep, and would have a range of the other cluster for a moment."""
+    shape = ("--workers=1", "--servers=1", "--heartbeat-interval-s=0.2", "--lease-s=10")
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(running("scheduler", tmp_path / "first", *shape))
+        first.line("event=cluster_formed")
+        address = first.address
+        server = stack.enter_context(
+            running("ps_server", tmp_path / "server", f"--scheduler={address}")
+        )
+        server.line("event=serving")
+        first.end()
+        server.process.send_signal(signal.SIGTERM)
+        server.line("event=told_to_stop")
+        again = running("scheduler", tmp_path / "again", *shape, f"--listen={address}")
+        stack.enter_context(again)
+        said = server.rest()
+        assert "event=fenced" in said
+        assert "event=registering_again" not in said, said
+        assert server.process.wait() == 0
+
+
+@pytest.mark.thorough
+def test_a_server_that_registers_again_and_finds_no_scheduler_stops_at_once(tmp_path: Path) -> None:
+    """It is no member of a cluster, so nobody would copy from it."""
+    shape = ("--workers=1", "--servers=1", "--heartbeat-interval-s=0.2", "--lease-s=1")
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(running("scheduler", tmp_path / "first", *shape))
+        first.line("event=cluster_formed")
+        address = first.address
+        patient = ("--drain-grace-s=60", f"--scheduler={address}")
+        server = stack.enter_context(running("ps_server", tmp_path / "server", *patient))
+        server.line("event=serving")
+        first.end()
+        again = running("scheduler", tmp_path / "again", *shape, f"--listen={address}")
+        with again as other:
+            server.line("event=registering_again")
+            other.end()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=20) == 0
