@@ -96,10 +96,12 @@ class WaitEntry(TypedDict):
 class CheckpointsEntry(TypedDict):
     """The cluster's checkpoints: `newest` is the directory of the newest complete one, `failure`
     the reason of the last one that failed. Each is null, and so is its age, if there was none.
+    `unknown_before`: the scheduler was started again and knows of no complete one.
     """
 
     url: str
     complete_count: int
+    unknown_before: bool
     failed_count: int
     newest: str | None
     newest_age_s: float | None
@@ -235,6 +237,7 @@ def _checkpoints(history: scheduler_pb2.CheckpointHistory) -> CheckpointsEntry |
     return CheckpointsEntry(
         url=history.url,
         complete_count=history.complete_count,
+        unknown_before=history.unknown_before,
         failed_count=history.failed_count,
         newest=history.complete_url if has_one else None,
         newest_age_s=history.complete_ms / 1000 if has_one else None,

@@ -87,7 +87,8 @@ def _checkpoints(entry: CheckpointsEntry | None) -> list[Text]:
     """A line for the newest complete checkpoint, and one for the last that failed."""
     if entry is None:
         return []
-    state = f"go to {entry['url']}; none is complete yet"
+    since = "since the scheduler was started again" if entry["unknown_before"] else "yet"
+    state = f"go to {entry['url']}; none is complete {since}"
     if entry["newest"] is not None:
         ago = _ago(entry["newest_age_s"])
         state = f"{entry['complete_count']} complete, the newest {ago}: {entry['newest']}"

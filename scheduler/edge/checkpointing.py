@@ -21,6 +21,7 @@ takes part; nodes write their own parts.
 from __future__ import annotations
 
 import asyncio
+import calendar
 import contextlib
 import time
 from collections import deque
@@ -72,6 +73,7 @@ from scheduler.machine.checkpoint_state import (
     CheckpointMade,
     CheckpointUnneeded,
     CheckpointWritten,
+    CompleteCheckpoint,
 )
 from scheduler.machine.checkpoints import LEAVING, UNNAMED, without_parameters
 from scheduler.machine.cluster import STARTED_AGAIN, Cluster, Decision
@@ -85,6 +87,7 @@ _NAMED_COUNT = 5  # tables that a log line names
 _MAX_REASON_CHARACTERS = 2_000  # length of a failure's reason in status answers
 _ASKED_AGAIN_S = 1.0  # interval of the questions for a manifest that cannot be read, in seconds
 _TOLD_AGAIN_S = 60.0  # interval of the warnings meanwhile, in seconds
+_CREATED = "%Y-%m-%dT%H:%M:%SZ"  # form of a manifest's `created`
 _POLL_S = 0.02  # interval of the check for the end of a checkpoint, in seconds
 
 
@@ -104,8 +107,9 @@ class Checkpointing:
         metrics: SchedulerMetrics,
     ) -> None:
         self._metrics = metrics
-        complete_s = clock.now_s()
-        metrics.checkpoint_age_seconds.set_function(lambda: clock.now_s() - complete_s)
+        begun_s = clock.now_s()
+        metrics.checkpoint_age_seconds.set_function(lambda: clock.now_s() - begun_s)
+        metrics.checkpoint_bytes.set(0)  # a restore may have replaced the cluster that had one
         for result in ("complete", "failed"):  # from 0 on, so that `increase` sees the first one
             metrics.checkpoints.labels(result=result)
         self._cluster = cluster
@@ -121,8 +125,9 @@ class Checkpointing:
         self._is_over = False
         self._closing = asyncio.Event()
         self.pruning = asyncio.Lock()
-        self._complete_count = self._failed_count = 0
-        self._newest: tuple[str, float] | None = None
+        self._failed_count = 0
+        self._newest: tuple[CompleteCheckpoint, float] | None = None
+        self._is_resumed = False
         self._failed: tuple[CheckpointFailed, float] | None = None
         self._unknown: CheckpointFailed | None = None  # written, and its manifest cannot be read
         self._unknown_since_s = 0.0
@@ -135,12 +140,13 @@ class Checkpointing:
         unknown = self._unknown if is_long else None
         told = scheduler_pb2.CheckpointHistory(
             url=self._cluster.settings.checkpoint_url,
-            complete_count=self._complete_count,
+            unknown_before=self._is_resumed and self._newest is None,
             failed_count=self._failed_count + (unknown is not None),
         )
         if self._newest is not None:
-            told.complete_url, complete_s = self._newest
-            told.complete_ms = round((now_s - complete_s) * 1000)
+            made, complete_s = self._newest
+            told.complete_count, told.complete_url = made.count, made.url
+            told.complete_ms = max(0, round((now_s - complete_s) * 1000))
         newest = self._failed if unknown is None else (unknown, now_s)
         if newest is not None:
             failed, failed_s = newest
@@ -295,9 +301,15 @@ class Checkpointing:
     # --- what becomes of it
 
     def resume(self) -> None:
-        """End a resumed cluster's written checkpoint: complete if its directory has a manifest, and
-        failed if it has none.
+        """Go on with a cluster of the journal, and end its written checkpoint: complete if its
+        directory has a manifest, and failed if it has none.
         """
+        self._is_resumed = bool(self._cluster.view.of_run(UNNAMED).tables)  # a new one has none
+        if self._is_resumed:
+            made, newest = self._cluster.checkpoints.newest, None
+            if made is not None:
+                newest = made.clock, self._show(made)
+            self._schedule.resumed(self._cluster.view, newest, clock.now_s())
         under_way = self._cluster.view.checkpoint
         if under_way is not None:
             self._start(self._end_written(under_way))
@@ -323,7 +335,26 @@ class Checkpointing:
                 return
         self._unknown = None
         problem = "" if is_complete else "its manifest was not written; " + STARTED_AGAIN
-        self._carried_out(self._cluster.end_checkpoint(written.number, problem))
+        made = None
+        if is_complete:
+            made = await asyncio.to_thread(_found, directory)
+            self._metrics.checkpoints.labels(result="complete").inc()
+        if made is not None:
+            made = self._counted(made)
+            self._schedule.made(made.clock, self._show(made))
+        self._carried_out(self._cluster.end_checkpoint(written.number, problem, made))
+
+    def _counted(self, made: CompleteCheckpoint) -> CompleteCheckpoint:
+        before = 0 if self._newest is None else self._newest[0].count
+        return replace(made, count=before + 1)
+
+    def _show(self, made: CompleteCheckpoint) -> float:
+        """Show the newest complete checkpoint; returns the moment when it was complete."""
+        complete_s = clock.now_s() - max(0.0, time.time() - made.complete_s)
+        self._newest = made, complete_s
+        self._metrics.checkpoint_bytes.set(made.byte_count)
+        self._metrics.checkpoint_age_seconds.set_function(lambda: clock.now_s() - complete_s)
+        return complete_s
 
     def published(self, transition: Transition, now_s: float) -> None:
         if isinstance(transition, CheckpointCut):
@@ -381,7 +412,7 @@ class Checkpointing:
             )
 
     async def _complete(self, attempt: Attempt, now_s: float) -> None:
-        problem = ""
+        problem, complete = "", None
         cluster = self._cluster
         try:
             if self._looks:
@@ -402,14 +433,10 @@ class Checkpointing:
             self._keep_answer(attempt.number, made)
             _tell_lost(manifest)
             self._tell_missing(manifest)
-            reached = max((table.clock for table in manifest.tables), default=0)
-            self._schedule.made(reached, now_s)
-            complete_s = clock.now_s()
-            self._complete_count += 1
-            self._newest = made.url, complete_s
+            complete = self._counted(_complete_one(directory.url, manifest, time.time()))
+            self._schedule.made(complete.clock, now_s)
+            self._show(complete)
             self._metrics.checkpoints.labels(result="complete").inc()
-            self._metrics.checkpoint_bytes.set(manifest.byte_count)
-            self._metrics.checkpoint_age_seconds.set_function(lambda: clock.now_s() - complete_s)
             logs.info(
                 "checkpoint_complete",
                 url=directory.url,
@@ -422,7 +449,7 @@ class Checkpointing:
         except Exception as error:  # noqa: BLE001 - else it would be made for ever, and no other
             logs.exception("checkpoint_not_completed", error, number=attempt.number)
             problem = f"{type(error).__name__}: {error}"
-        self._carried_out(cluster.end_checkpoint(attempt.number, problem))
+        self._carried_out(cluster.end_checkpoint(attempt.number, problem, complete))
         if not problem and self._keep:
             await self._prune()
 
@@ -470,6 +497,24 @@ class Checkpointing:
         await self._remove_given_up()
         if self._cluster.checkpoints.has_left_parts and not goes_on:
             await self._remove(self.left_url)
+
+
+def _complete_one(url: str, manifest: Manifest, complete_s: float) -> CompleteCheckpoint:
+    reached = max((table.clock for table in manifest.tables), default=0)
+    return CompleteCheckpoint(url, manifest.byte_count, reached, complete_s, count=1)
+
+
+def _found(directory: CheckpointDirectory) -> CompleteCheckpoint | None:
+    """A checkpoint that an earlier scheduler completed; None if its manifest cannot be read, which
+    is logged. Blocking.
+    """
+    try:
+        manifest = directory.read_manifest()
+        complete_s = float(calendar.timegm(time.strptime(manifest.created, _CREATED)))
+    except (PushpullError, ValueError) as error:
+        logs.warning("checkpoint_not_read", url=directory.url, reason=str(error))
+        return None
+    return _complete_one(directory.url, manifest, complete_s)
 
 
 def _with_left(
@@ -572,7 +617,7 @@ def manifest_of(settings: ClusterSettings, attempt: Attempt, worker_count: int) 
         workers[place.rank] = max(saved, other, key=lambda each: (each.file, each.problem))
     return Manifest(
         number=attempt.number,
-        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        created=time.strftime(_CREATED, time.gmtime()),
         reason=attempt.reason,
         cluster_id=settings.cluster_id,
         timeline=settings.timeline,

@@ -10,7 +10,10 @@ Rules:
     - None is due while one runs, without a table, and without a place for checkpoints.
     - Once one was begun, the next is due `RETRY_S` later at the earliest, unless it is complete.
     - The first interval begins when the first look finds a table, with the clock of the checkpoint
-      that the cluster goes on from: the one it restored, or the newest cut before a restart.
+      that the cluster restored, or 0.
+    - A scheduler that was started again goes on with the interval and the clock of the newest
+      complete one. Without one the interval is over, so that a scheduler that is often started
+      again makes one. None is due for a lease, in which it hears how far workers are.
 
 Heartbeats say where workers are, so a cut is some steps after the multiple. Only the run without a
 name has checkpoints.
@@ -18,6 +21,7 @@ name has checkpoints.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -50,6 +54,7 @@ class CheckpointSchedule:
         self._has_place = bool(settings.checkpoint_url)
         self._policy = policy
         self._restored = settings.restored
+        self._lease_s = settings.lease_s
         self.reached: dict[NodeId, Mapping[TableId, int]] = {}
         self._clocks: dict[NodeId, int] = {}  # the highest of each in `reached`
         self._last_s: float | None = None  # None before training begins
@@ -85,6 +90,13 @@ class CheckpointSchedule:
         if every_s and now_s >= self._last_s + every_s and has_moved:
             return f"every {every_s:g} s"
         return ""
+
+    def resumed(self, view: ClusterView, newest: tuple[int, float] | None, now_s: float) -> None:
+        """The scheduler was started again; `newest` has the clock of the newest complete checkpoint
+        and when it was complete, as a moment of this clock.
+        """
+        self._last_clock, self._last_s = newest or (self._clock_before(view), -math.inf)
+        self._not_before_s = now_s + self._lease_s
 
     def begun(self, now_s: float) -> None:
         """A checkpoint that was due is under way."""

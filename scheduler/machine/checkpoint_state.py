@@ -81,6 +81,23 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
+class CompleteCheckpoint:
+    """The newest complete checkpoint, as the cluster's later schedulers have to know it.
+
+    Attributes:
+        clock: highest clock of its tables.
+        complete_s: seconds since 1970, since the scheduler's own clock ends with its machine.
+        count: complete ones of the cluster until then, with this one.
+    """
+
+    url: str
+    byte_count: int
+    clock: int
+    complete_s: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointCut:
     """All tables are cut; `clocks` by table name."""
 

@@ -73,6 +73,7 @@ from scheduler.machine.checkpoint_state import (
     CheckpointMade,
     CheckpointUnneeded,
     CheckpointWritten,
+    CompleteCheckpoint,
     LeftPart,
     WorkerClocks,
 )
@@ -335,8 +336,10 @@ class CheckpointAttempts:
             return []
         return self._fail(attempt, reason)
 
-    def done(self, number: int, problem: str) -> list[Transition]:
-        """The manifest is written, or could not be."""
+    def done(
+        self, number: int, problem: str, made: CompleteCheckpoint | None = None
+    ) -> list[Transition]:
+        """The manifest is written, or could not be. Later schedulers know of it as `made`."""
         attempt = self._running(number)
         if attempt is None:
             return []
@@ -349,9 +352,15 @@ class CheckpointAttempts:
                 self._state.left_parts[rank] = replace(left, is_found=True)
         since = self._state.checkpoints_since_full + 1 if attempt.base else 1
         self._state.checkpoint_base, self._state.checkpoints_since_full = number, since
+        self._state.checkpoint_made = made or self._state.checkpoint_made
         self._state.checkpoint = None
         self._remember(number, "")
         return [CheckpointMade(number, attempt.url)]
+
+    @property
+    def newest(self) -> CompleteCheckpoint | None:
+        """The newest complete one, also of an earlier scheduler of this cluster."""
+        return self._state.checkpoint_made
 
     def _remember(self, number: int, problem: str) -> None:
         """Note the result for the requesters, who poll."""

@@ -39,7 +39,7 @@ from ps_core.tables.table_spec import TableSpec
 from scheduler.machine import admission, update_offers, view_size
 from scheduler.machine.adaptation import CourseRecord
 from scheduler.machine.changes import ChangeRequest, PendingProposal, TableChanges, check_workers
-from scheduler.machine.checkpoint_state import WorkerClocks
+from scheduler.machine.checkpoint_state import CompleteCheckpoint, WorkerClocks
 from scheduler.machine.checkpoints import CheckpointAttempts
 from scheduler.machine.configurations import Configurations
 from scheduler.machine.data_shards import DataSet, DataShards, ShardLease, ShardRequest
@@ -485,9 +485,11 @@ class Cluster:
         node = self.caller(session, "ReportCheckpointPart")
         return Decision(None, self._changed(*self.checkpoints.report(node, number, part)))
 
-    def end_checkpoint(self, number: int, problem: str) -> Decision[None]:
+    def end_checkpoint(
+        self, number: int, problem: str, made: CompleteCheckpoint | None = None
+    ) -> Decision[None]:
         """The manifest is written; or it could not be, for `problem`."""
-        return Decision(None, self._changed(*self.checkpoints.done(number, problem)))
+        return Decision(None, self._changed(*self.checkpoints.done(number, problem, made)))
 
     def give_up_checkpoint(self, reason: str) -> Decision[None]:
         return Decision(None, self._changed(*self.checkpoints.give_up(reason)))

@@ -32,6 +32,7 @@ from scheduler.machine.checkpoint_state import (
     CheckpointMade,
     CheckpointUnneeded,
     CheckpointWritten,
+    CompleteCheckpoint,
     LeftPart,
 )
 from scheduler.machine.data_shards import DataSet, DataShardsReturned
@@ -307,6 +308,7 @@ class ClusterState:
     checkpoint: Attempt | None = None
     checkpoint_count: int = 0
     checkpoint_base: int = 0  # newest complete one of this cluster; 0: the next one is full
+    checkpoint_made: CompleteCheckpoint | None = None  # the newest
     checkpoints_since_full: int = 0  # complete ones, the full one included
     left_parts: dict[int, LeftPart] = field(default_factory=dict)  # by rank
     workers_have_parameters: bool = False  # that no server has, as a worker has reported

@@ -317,6 +317,9 @@ def test_checkpoints_that_are_complete_and_that_failed_have_a_row_each() -> None
     assert status_document(response, {})["checkpoints"] is None
     response.checkpoints.url = "/runs/7"
     assert "checkpoints go to /runs/7; none is complete yet" in shown(response)
+    response.checkpoints.unknown_before = True
+    assert "none is complete since the scheduler was started again" in shown(response)
+    response.checkpoints.unknown_before = False
     response.checkpoints.complete_count = 3
     response.checkpoints.complete_url = "/runs/7/00000003-c1"
     response.checkpoints.complete_ms = 65_000
@@ -328,6 +331,7 @@ def test_checkpoints_that_are_complete_and_that_failed_have_a_row_each() -> None
     assert document["checkpoints"] == {
         "url": "/runs/7",
         "complete_count": 3,
+        "unknown_before": False,
         "failed_count": 2,
         "newest": "/runs/7/00000003-c1",
         "newest_age_s": 65.0,

@@ -19,7 +19,7 @@ from ps_core.manifest import Imported, PartReport
 from scheduler.journal import records
 from scheduler.machine.adaptation import Course, CourseRecord
 from scheduler.machine.changes import Withdrawn
-from scheduler.machine.checkpoint_state import CheckpointFailed, CheckpointMade
+from scheduler.machine.checkpoint_state import CheckpointFailed, CheckpointMade, CompleteCheckpoint
 from scheduler.machine.checkpoints import LEAVING
 from scheduler.machine.cluster import Cluster
 from scheduler.machine.membership import GIVEN_UP_LEASES
@@ -29,6 +29,7 @@ from tests.unit.test_cluster_changes import MODEL, Changing
 from tests.unit.test_cluster_checkpoints import PLACE, Saving
 
 LEASE_S = SETTINGS.lease_s
+MADE = "checkpoint_made"
 
 
 def formed(**settings: Any) -> tuple[Harness, list[Session], list[Session]]:
@@ -240,6 +241,22 @@ def test_a_checkpoint_that_lacks_its_manifest_alone_waits_for_who_knows() -> Non
         kind = CheckpointFailed if problem else CheckpointMade
         assert any(isinstance(t, kind) for t in cluster.transitions)
         assert cluster.begin().number == 8
+
+
+def test_the_newest_checkpoint_is_kept_and_a_journal_without_it_is_read() -> None:
+    cluster = Saving()
+    made = CompleteCheckpoint("runs/7/00000007-c", 100, clock=3, complete_s=9.0, count=1)
+    cluster.cluster._state.checkpoint_made = made
+    cluster.start_again()
+    assert cluster.cluster.checkpoints.newest == made
+    delta = records.Differences().since(cluster.cluster.journaled(cluster.now_s))
+    older = {name: value for name, value in delta.values["cluster"].items() if name != MADE}
+    assert len(older) + 1 == len(delta.values["cluster"])
+    found = records.read(
+        records.JournalDelta({**delta.values, "cluster": older}, delta.removed).encoded()
+    )
+    assert found is not None
+    assert found.state.checkpoint_made is None
 
 
 def test_what_a_worker_left_behind_is_kept() -> None:

@@ -34,10 +34,12 @@ from scheduler.machine.checkpoints import LEAVING
 from scheduler.machine.cluster import Decision
 from scheduler.machine.state import Restored, RestoredTable
 from tests.unit.checkpoint_files import CLUSTER_ID, write_checkpoint
-from tests.unit.cluster_harness import SPEC, Harness
+from tests.unit.cluster_harness import SETTINGS, SPEC, Harness
 from tests.unit.test_left_parts import worker_file
 
 TABLE = TableId(1)
+BYTES, AGE = "checkpoint_bytes", "checkpoint_age_seconds"
+LEASE_S = SETTINGS.lease_s
 
 
 class Saving:
@@ -52,12 +54,32 @@ class Saving:
         self.worker: Session = self.cluster.join(Role.WORKER)
         self.cluster.create(self.worker)
         self.transitions: list[Any] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self.registry = CollectorRegistry()
         self.edge = Checkpointing(
             self.cluster.cluster,
             CheckpointPolicy(every_s=60.0, every_clocks=10),
             self.carry_out,
-            SchedulerMetrics(CollectorRegistry()),
+            SchedulerMetrics(self.registry),
         )
+
+    def start_again(self, ago_s: float = 0.0) -> None:
+        """Another scheduler goes on from the journal, `ago_s` after the newest checkpoint."""
+        made = self.cluster.cluster.checkpoints.newest
+        if made is not None:
+            earlier = replace(made, complete_s=made.complete_s - ago_s)
+            self.cluster.cluster._state.checkpoint_made = earlier
+        self.cluster.start_again(clock.now_s())
+        self._begin()
+        self.edge.resume()
+
+    def shown(self, name: str) -> float:
+        """The scheduler's gauge of that name."""
+        value = self.registry.get_sample_value(f"pushpull_scheduler_{name}")
+        assert value is not None
+        return value
 
     def carry_out(self, decision: Decision[Any]) -> Any:
         for transition in decision.transitions:
@@ -347,3 +369,50 @@ def test_a_state_that_was_never_where_the_scheduler_looks_fails_the_checkpoint(
         assert files == [saved.file, ""], "it was there, and is lost later"
 
     asyncio.run(live())
+
+
+def test_a_scheduler_that_is_started_again_goes_on_with_the_newest_checkpoint(
+    tmp_path: Path,
+) -> None:
+    async def live() -> None:
+        saving = Saving(tmp_path)
+        saving.look()
+        saving.heard(10)
+        assert saving.look() == 1
+        saving.write(12)
+        await saving.ended()
+        url, byte_count = saving.edge.history(clock.now_s()).complete_url, saving.shown(BYTES)
+        saving.start_again(ago_s=30.0)
+        said = saving.edge.history(clock.now_s())
+        assert (said.complete_count, said.complete_url, said.unknown_before) == (1, url, False)
+        assert 30_000 <= said.complete_ms < 60_000
+        assert 30.0 <= saving.shown(AGE) < 60.0
+        assert saving.shown(BYTES) == byte_count > 0
+        assert saving.look(LEASE_S) == 0
+        saving.heard(13)
+        assert saving.look(15.0) == 0, "the interval is not over"
+        assert saving.look(15.0) == 2
+
+    asyncio.run(live())
+
+
+def test_a_restore_from_nothing_shows_no_bytes_of_the_cluster_before(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    metrics = SchedulerMetrics(registry)
+    metrics.checkpoint_bytes.set(100)
+    saving = Saving(tmp_path)
+    Checkpointing(saving.cluster.cluster, CheckpointPolicy(), saving.carry_out, metrics)
+    assert registry.get_sample_value(f"pushpull_scheduler_{BYTES}") == 0
+
+
+def test_a_scheduler_that_is_started_again_without_one_says_so_and_makes_one(
+    tmp_path: Path,
+) -> None:
+    """So one that ends more often than once an interval makes some."""
+    saving = Saving(tmp_path)
+    assert not saving.edge.history(clock.now_s()).unknown_before
+    saving.start_again()
+    assert saving.edge.history(clock.now_s()).unknown_before
+    saving.heard(3)
+    assert saving.look() == 0, "not all members have been heard"
+    assert saving.look(LEASE_S + 1.0) == 1

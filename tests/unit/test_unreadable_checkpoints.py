@@ -112,6 +112,10 @@ def test_one_that_is_complete_stays_though_the_store_was_away_at_the_start(
             await resumed.has_ended.wait()
         await resumed.edge.close(goes_on=True)
         assert [type(each) for each in resumed.transitions] == [CheckpointMade]
+        said = resumed.edge.history(clock.now_s())
+        assert said.complete_count == 1
+        assert said.complete_url == reluctant.directory(1, CLUSTER_ID).url
+        assert not said.unknown_before
         assert reluctant.newest_good() is not None
 
     asyncio.run(live())

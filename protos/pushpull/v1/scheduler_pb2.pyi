@@ -450,7 +450,7 @@ class ReportKeptValuesResponse(_message.Message):
     def __init__(self, again_ms: _Optional[int] = ...) -> None: ...
 
 class CheckpointHistory(_message.Message):
-    __slots__ = ("url", "complete_count", "failed_count", "complete_url", "complete_ms", "failed_number", "failed_reason", "failed_ms")
+    __slots__ = ("url", "complete_count", "failed_count", "complete_url", "complete_ms", "failed_number", "failed_reason", "failed_ms", "unknown_before")
     URL_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_COUNT_FIELD_NUMBER: _ClassVar[int]
     FAILED_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -459,6 +459,7 @@ class CheckpointHistory(_message.Message):
     FAILED_NUMBER_FIELD_NUMBER: _ClassVar[int]
     FAILED_REASON_FIELD_NUMBER: _ClassVar[int]
     FAILED_MS_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_BEFORE_FIELD_NUMBER: _ClassVar[int]
     url: str
     complete_count: int
     failed_count: int
@@ -467,7 +468,8 @@ class CheckpointHistory(_message.Message):
     failed_number: int
     failed_reason: str
     failed_ms: int
-    def __init__(self, url: _Optional[str] = ..., complete_count: _Optional[int] = ..., failed_count: _Optional[int] = ..., complete_url: _Optional[str] = ..., complete_ms: _Optional[int] = ..., failed_number: _Optional[int] = ..., failed_reason: _Optional[str] = ..., failed_ms: _Optional[int] = ...) -> None: ...
+    unknown_before: bool
+    def __init__(self, url: _Optional[str] = ..., complete_count: _Optional[int] = ..., failed_count: _Optional[int] = ..., complete_url: _Optional[str] = ..., complete_ms: _Optional[int] = ..., failed_number: _Optional[int] = ..., failed_reason: _Optional[str] = ..., failed_ms: _Optional[int] = ..., unknown_before: _Optional[bool] = ...) -> None: ...
 
 class CreateCheckpointRequest(_message.Message):
     __slots__ = ("session", "reason", "covered_by", "view_number")
