@@ -358,7 +358,7 @@ class WorkerMetrics:
         self.steps = loop_counter("pushpull_worker_steps_total", "Steps sealed, of all tables.")
         self.step_duration_seconds = loop_histogram(
             "pushpull_worker_step_duration_seconds",
-            "From the first push of a step to the end of its pull.",
+            "From the first push of a step to the end of its first pull.",
         )
         self.pull_duration_seconds = loop_histogram(
             "pushpull_worker_pull_duration_seconds",

@@ -62,6 +62,7 @@ class StepSender:
         self._post = post
         self._driver = driver
         self._began_s: dict[TableId, tuple[int, float]] = {}
+        self._measured: dict[TableId, int] = {}  # the clock of the newest step; the loop's own
 
     def open_step(self, table: Table, clock: int, future: Future[StepResult]) -> None:
         self._began_s[table.table_id] = (clock, now_s())
@@ -103,9 +104,12 @@ class StepSender:
         return sum(list(self.clocks.values())), self.inner_count
 
     def observe_pull(self, table_id: TableId, clock: int) -> None:
-        """Measure the step of this clock, from its first push to this pull, if it is the newest."""
+        """Measure the step of this clock, from its first push to this pull, if it is the newest,
+        and this the first pull of it.
+        """
         newest, began_s = self._began_s.get(table_id, (-1, 0.0))
-        if newest == clock:
+        if newest == clock and self._measured.get(table_id) != clock:
+            self._measured[table_id] = clock
             MEASURES.step_duration_seconds.observe(now_s() - began_s)
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import ps_worker as ps
+from ps_worker.transport.metrics import REGISTRY
 
 BLOCK = 64
 DEADLINE_S = 20.0
@@ -57,6 +58,22 @@ def team() -> Iterator[Team]:
 
 def full(size: int, value: float) -> npt.NDArray[np.float32]:
     return np.full(size, value, dtype=np.float32)
+
+
+def test_a_step_is_measured_once_however_often_it_is_pulled(team: Team) -> None:
+    """An evaluation pulls again, minutes later."""
+
+    def count() -> float:
+        return REGISTRY.get_sample_value("pushpull_worker_step_duration_seconds_count") or 0.0
+
+    ours, theirs = team.table(BLOCK)
+    before = count()
+    for step in (1, 2):
+        for client, table in ((team.first, ours), (team.second, theirs)):
+            client.push(table, full(BLOCK, 1.0))
+        for _ in range(3):
+            team.first.pull(ours)
+        assert count() == before + step
 
 
 # --- who
