@@ -81,15 +81,15 @@ _FAILED = 1
 def main() -> None:
     """Run until told to stop, or until the cluster has finished."""
     settings = config.from_command_line(ServerConfig, parser())
-    process_end.die_with_parent_if_asked(os.environ)
-    process_end.forget_parent(os.environ)  # installed updates are a user's code
-    logs.configure("server", settings.log_level, settings.log_format)
-    descriptors.allow_most()
-    channels.tune_allocator()
-    switch_often()
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     try:
+        process_end.die_with_parent_if_asked(os.environ)
+        process_end.forget_parent(os.environ)  # installed updates are a user's code
+        logs.configure("server", settings.log_level, settings.log_format)
+        descriptors.allow_most()
+        channels.tune_allocator()
+        switch_often()
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
         channels.run(_serve(settings))
     except PushpullError as error:
         logs.error("failed", error=error.code, message=error.message)
