@@ -65,7 +65,7 @@ def tables_top(
         names = await matching_tables(scheduler, table, run)
         answer = await first_status(scheduler)
         answers = await server_answers(answer)
-        document = hot_rows_document(answer.response, answers, names, rows)
+        document = hot_rows_document(answer.response, answers, names, rows, run)
         if as_json:
             output.say(json.dumps(document, indent=2))
         else:

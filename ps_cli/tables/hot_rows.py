@@ -74,8 +74,9 @@ def hot_rows_document(
     answers: Mapping[int, ServerAnswer],
     names: Iterable[str],
     count: int,
+    run: str = "",
 ) -> HotRowsDocument:
-    """The tables of rows among `names`, with `count` rows and ranges of each."""
+    """The tables of rows among `names` of a run, with `count` rows and ranges of each."""
     parts: dict[int, list[_Part]] = {}
     for server, answer in answers.items():
         if not isinstance(answer, PushpullError):
@@ -88,7 +89,7 @@ def hot_rows_document(
         tables=[
             _entry(table.title, parts.get(table.table_id, []), count)
             for table in tables
-            if table.spec.rows is not None and table.spec.name in wanted
+            if table.spec.rows is not None and table.run == run and table.spec.name in wanted
         ],
         silent=[
             f"server {server} does not answer: {answer.message}"

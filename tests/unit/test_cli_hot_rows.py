@@ -18,10 +18,10 @@ from ps_runtime.cluster.wire import table_to_proto
 from pushpull.v1 import parameters_pb2, scheduler_pb2
 
 
-def table(number: int, name: str, rows: RowsSpec | None) -> Table:
+def table(number: int, name: str, rows: RowsSpec | None, run: str = "") -> Table:
     sgd = OptimizerSpec(OptimizerKind.SGD)
     spec = TableSpec(name, DType.FLOAT32, 4, sgd, initializer=Initializer(), rows=rows)
-    return Table(TableId(number), 0, spec.validated())
+    return Table(TableId(number), 0, spec.validated(), run=run)
 
 
 def stats(range_id: int, **rows: object) -> parameters_pb2.RangeStats:
@@ -53,6 +53,17 @@ def document() -> HotRowsDocument:
         10: Recovering("no answer"),
     }
     return hot_rows_document(response, answers, ["users", "dense"], 2)
+
+
+def test_a_table_of_another_run_with_the_same_name_is_not_shown() -> None:
+    response = scheduler_pb2.GetClusterStatusResponse()
+    response.view.tables.extend(
+        table_to_proto(table(number, "users", RowsSpec(16), run))
+        for number, run in ((1, ""), (2, "nightly"))
+    )
+    for run, title in (("", "users"), ("nightly", "nightly:users")):
+        found = hot_rows_document(response, {}, ["users"], 2, run)
+        assert [each["name"] for each in found["tables"]] == [title]
 
 
 def test_ranges_are_added_up_and_shares_are_of_the_whole_table() -> None:
