@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ps_core import limits
-from ps_runtime.settings.config import argument_parser, setting
+from ps_core.errors import InvalidConfig
+from ps_runtime.settings.config import argument_parser, flag_name, setting, variable_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,15 @@ class SchedulerConfig:
     )
     log_level: str = setting("info", "One of debug, info, warning, error.")
     log_format: str = setting("text", "text, or json: an object per line.")
+
+    def __post_init__(self) -> None:
+        for name in ("checkpoint_every_s", "checkpoint_every_clocks"):
+            every = getattr(self, name)
+            if every and not self.checkpoint_url:
+                raise InvalidConfig(
+                    f"{name} is {every:g}, and checkpoints have no place to go; give "
+                    f"{flag_name('checkpoint_url')} or {variable_name('checkpoint_url')}, or 0"
+                )
 
 
 def parser() -> argparse.ArgumentParser:

@@ -68,6 +68,8 @@ class CheckpointPlan:
         if self.url:
             # The starter of a local cluster makes the last one, before it stops the roles.
             given += [f"--checkpoint-url={self.url}", "--checkpoint-last-s=0"]
+        else:  # intervals in the environment are those of a cluster with a place
+            given += ["--checkpoint-every-s=0", "--checkpoint-every-clocks=0"]
         if self.every:
             number, unit = self._every()
             if unit:

@@ -17,7 +17,8 @@ from ps_runtime.launch.cluster_shape import (
     ClusterShape,
     checkpoints_of,
 )
-from scheduler.config import SchedulerConfig
+from ps_runtime.settings.config import from_command_line
+from scheduler.config import SchedulerConfig, parser
 from scheduler.start import cluster_settings
 
 PLACE = ("--checkpoint-url=/place", "--checkpoint-last-s=0")
@@ -63,8 +64,16 @@ def test_what_has_no_place_to_go_is_refused() -> None:
 
 
 def test_a_cluster_may_start_from_one_without_making_any() -> None:
-    assert CheckpointPlan(resume="/place").scheduler_arguments == ("--resume=/place",)
-    assert NO_CHECKPOINTS.scheduler_arguments == ()
+    assert CheckpointPlan(resume="/place").scheduler_arguments[-1] == "--resume=/place"
+    assert not [each for each in NO_CHECKPOINTS.scheduler_arguments if "url" in each]
+
+
+def test_a_local_cluster_without_a_place_starts_where_the_environment_has_an_interval() -> None:
+    """As `compare` does, beside a `train` that makes checkpoints."""
+    told = ClusterShape(1, 2, checkpoints=NO_CHECKPOINTS).scheduler_arguments
+    env = {"PUSHPULL_CHECKPOINT_EVERY_S": "60", "PUSHPULL_CHECKPOINT_EVERY_CLOCKS": "10"}
+    settings = from_command_line(SchedulerConfig, parser(), told, env)
+    assert (settings.checkpoint_every_s, settings.checkpoint_every_clocks) == (0, 0)
 
 
 def test_the_scheduler_is_told_all_of_it() -> None:

@@ -38,6 +38,23 @@ def test_the_scheduler_reads_all_that_it_is_told_of_its_cluster() -> None:
     assert settings.checkpoint_full_every == 4
 
 
+@pytest.mark.parametrize("name", ["checkpoint-every-s", "checkpoint-every-clocks"])
+def test_checkpoints_that_would_have_no_place_are_refused(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = ("--workers=1", "--servers=1", f"--{name}=60")
+    with pytest.raises(SystemExit):
+        from_command_line(SchedulerConfig, scheduler.config.parser(), told, {})
+    said = " ".join(capsys.readouterr().err.split())
+    setting = name.replace("-", "_")
+    assert f"{setting} is 60" in said
+    assert "PUSHPULL_CHECKPOINT_URL" in said
+    environment = {"PUSHPULL_CHECKPOINT_EVERY_S": "0", "PUSHPULL_CHECKPOINT_EVERY_CLOCKS": "0"}
+    from_command_line(SchedulerConfig, scheduler.config.parser(), told[:2], environment)
+    placed = (*told, "--checkpoint-url=runs")
+    from_command_line(SchedulerConfig, scheduler.config.parser(), placed, {})
+
+
 @pytest.mark.parametrize(
     "own",
     [
