@@ -25,6 +25,7 @@ class AdaptiveTables:
     ) -> None:
         self._adaptation = Adaptation(interval_s, records)
         self._metrics = metrics
+        metrics.staleness_bound.clear()  # a restore may have replaced the cluster that had some
         self._shown: set[str] = set()
 
     def observe(self, view: ClusterView) -> None:
