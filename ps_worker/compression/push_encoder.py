@@ -5,7 +5,7 @@
 
 Rules:
     - A payload does not change before its step has ended: it may be sent again. Then its memory
-      serves the next.
+      serves the next; in the warm-up of a SPARSE codec none is kept, since each step has its size.
     - Elements of absent tensors count as zero, and leave their residuals alone.
     - INT8 rounds at random, with draws that are a function of (rank, clock, block, element): a run
       can be repeated; so does a SPARSE codec that draws its places. INT8 feeds back what it rounds
@@ -169,7 +169,6 @@ class PushEncoder:
             coded = self._compress(clock, block, gradient, before, left)
             if not guard.looks(clock, block, gradient, left):
                 return coded
-            self._free_up(coded.payload)
             self._on_fall_back(guard.dense_count)
         else:
             guard.looks(clock, block, gradient, left)
@@ -226,8 +225,9 @@ class PushEncoder:
             for block in step.newest:
                 self._learn(self._residuals, clock, block, step, end)
             self._residuals.ended(clock)
-        for _, payload in (*step.newest.values(), *step.replaced):
-            self._free_up(payload)
+        for codec, payload in (*step.newest.values(), *step.replaced):
+            if codec is not Codec.SPARSE or clock > self._push.warm_up_count:
+                self._free_up(payload)
 
     def _learn(
         self, residuals: Residuals, clock: int, block: int, step: _Step, end: StepEnd

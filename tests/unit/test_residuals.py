@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -188,6 +189,17 @@ def test_a_payload_stays_as_it_is_until_its_step_has_ended() -> None:
     _, reused = encoder.encode(2, BlockValues(0, gradient.data.cast("B")))
     assert {id(reused)} <= {id(first), id(again)}
     assert reused is not other
+
+
+def test_a_warm_up_keeps_no_payload_of_the_steps_that_have_ended() -> None:
+    """Each of its steps needs another size; after it the memory of one serves the next."""
+    encoder, payloads = PushEncoder(table(), PushCodec.parsed("topk:0.01:30"), 0), []
+    gradient = BlockValues(0, np.linspace(-1, 1, BLOCK, dtype=np.float32).data.cast("B"))
+    for clock in range(1, 41):
+        payloads.append(weakref.ref(encoder.encode(clock, gradient).payload))
+        encoder.sealed(clock, 1.0, takes_part=True)
+        encoder.ended(clock)
+    assert len({id(found) for payload in payloads if (found := payload()) is not None}) == 1
 
 
 def test_the_same_step_has_the_same_bytes_and_another_rank_others() -> None:
