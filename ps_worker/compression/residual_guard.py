@@ -4,7 +4,8 @@ A gradient that arrives many steps late can make a run diverge that is stable wi
 residuals and gradients grow together, so a residual is compared with what gradients were before.
 
 Rules:
-    - A block is looked at in one of eight steps; which one depends on its number.
+    - A block is looked at in one of eight steps, by a hash of its number and the step's: whichever
+      steps push it, such as each fourth with a fragment of `Outer`.
     - Its residual may be `limit` times as long as its gradients usually are. That length is a mean
       of those that were looked at, in which each one has an eighth of the weight.
     - A block falls back when it was too long at two looks, one after the other: one gradient may be
@@ -16,6 +17,8 @@ Rules:
 from __future__ import annotations
 
 import math
+import zlib
+from struct import Struct
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +26,7 @@ import numpy.typing as npt
 from ps_core.codecs.int8_passes import Floats
 from ps_core.errors import InvalidCheckpoint
 
+_PLACE = Struct("<QQ")
 _LOOK_EVERY = 8
 _WEIGHT = 1 / 8
 _LONGEST_STEP = 4.0
@@ -52,7 +56,7 @@ class ResidualGuard:
 
     def looks(self, clock: int, block: int, gradient: Floats, left: Floats) -> bool:
         """True if the block falls back in this step, because what it leaves is too long."""
-        if math.isinf(self._limit) or (clock + block) % _LOOK_EVERY:
+        if math.isinf(self._limit) or zlib.crc32(_PLACE.pack(clock, block)) % _LOOK_EVERY:
             return False
         length = length_of(gradient)
         if not math.isfinite(length):
