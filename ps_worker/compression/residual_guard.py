@@ -10,8 +10,9 @@ Rules:
       of those that were looked at, in which each one has an eighth of the weight.
     - A block falls back when it was too long at two looks, one after the other: one gradient may be
       far longer than all others.
-    - A block that has fallen back stays so. What is left of it goes in steps of at most four times
-      the usual length, because all of it at once would be as bad as late.
+    - A block that has fallen back stays so, also in a run that goes on with another codec. What is
+      left of it goes in steps of at most four times the usual length, because all of it at once
+      would be as bad as late.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class ResidualGuard:
 
     def looks(self, clock: int, block: int, gradient: Floats, left: Floats) -> bool:
         """True if the block falls back in this step, because what it leaves is too long."""
-        if math.isinf(self._limit) or zlib.crc32(_PLACE.pack(clock, block)) % _LOOK_EVERY:
+        if math.isinf(self._limit) and not self.is_dense(block):
+            return False
+        if zlib.crc32(_PLACE.pack(clock, block)) % _LOOK_EVERY:
             return False
         length = length_of(gradient)
         if not math.isfinite(length):

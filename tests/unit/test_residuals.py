@@ -595,6 +595,21 @@ def test_a_fall_back_goes_on_from_a_checkpoint() -> None:
         encoder().load_state_dict(saved)
 
 
+@pytest.mark.parametrize("codec", ["int8", "lowrank:1", "sign"])
+def test_gradients_that_grow_after_a_fall_back_are_not_withheld_for_good(codec: str) -> None:
+    """Also where the run goes on in a codec that needs no guard."""
+    first, outlier = PushEncoder(table(), PushCodec.parsed("sign"), 0), np.zeros(BLOCK, np.float32)
+    outlier[5] = 1.0
+    push = through(first)
+    before = sum(push(clock, outlier)[5] for clock in range(1, 101))
+    resumed = PushEncoder(table(), PushCodec.parsed(codec), 0)
+    resumed.load_state_dict(first.state_dict())
+    assert resumed.encode(101, BlockValues(0, outlier.data.cast("B"))).codec is Codec.INT8
+    push = through(resumed)
+    later = sum(push(clock, 64 * outlier)[5] for clock in range(101, 301))
+    assert before + later == pytest.approx(100 + 64 * 200, abs=64)
+
+
 def test_a_gradient_that_is_not_finite_does_not_spoil_what_is_left_of_a_dense_block() -> None:
     encoder = PushEncoder(table(), PushCodec.parsed("sign"), 0)
     push, outlier = through(encoder), np.zeros(BLOCK, np.float32)
