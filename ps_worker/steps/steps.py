@@ -571,13 +571,19 @@ def _end_of(future: Future[StepResult]) -> StepEnd:
 
 
 class PushResiduals:
-    """The rounding errors that a table's pushes have left for the next ones, for checkpoints."""
+    """The rounding errors that a table's pushes have left for the next ones, for checkpoints.
+
+    Attributes:
+        await_ends: waits for steps that are on their way; the owner sets it.
+    """
 
     def __init__(self, steps: TableSteps, encoder: PushEncoder) -> None:
+        self.await_ends: Callable[[], None] = lambda: None
         self._steps = steps
         self._encoder = encoder
 
     def state_dict(self) -> dict[str, Any]:
+        self.await_ends()
         self._steps.learn_ends()
         return self._encoder.state_dict()
 

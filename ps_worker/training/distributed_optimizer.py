@@ -29,7 +29,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidConfig
-from ps_runtime.observe import logs
 from ps_worker.client.client import Client
 from ps_worker.client.shown_options import OF_THE_CLIENT, THE_CLIENTS, defaults_of, shows
 from ps_worker.spec.flat_layout import (
@@ -71,6 +70,7 @@ from ps_worker.training.optimizer_state import (
     check_imported,
     checked_groups,
     fill_groups,
+    keep_residuals,
     numbered,
 )
 from ps_worker.training.served_state import ServedState, pulled_arrays, torch_state
@@ -700,27 +700,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ]
         for table in tables:
             table.is_followed = not self._model.group.is_leader
-            self._keep_residuals(table)
+            keep_residuals(self._client, self._model, table)
         if isinstance(optimizer, Custom) and tables:
             # Fill in the servers' defaults, so that schedulers find and change them.
             for name, value in tables[0].handle.spec.optimizer.hyperparameters:
                 group.setdefault(name, value)
                 self.defaults.setdefault(name, value)
         return tables
-
-    def _keep_residuals(self, table: TrainedTable) -> None:
-        """Have checkpoints keep what the table's codec leaves for later steps."""
-        checkpoints, residuals = self._client.checkpoints, table.handle.steps.residuals
-        name, ranks = f"residuals/{table.name}", self._model.group.pushes_for
-        if residuals is not None:
-            checkpoints.attach_for(ranks, name, residuals)
-        elif dropped := checkpoints.saved_for(ranks, name):
-            logs.warning(
-                "residuals_dropped",
-                table=table.name,
-                ranks=",".join(map(str, dropped)),
-                remedy="push_codec int8, sign, topk, randomk or lowrank",
-            )
 
     def _start_from_rank_zero(
         self, tables: Sequence[TrainedTable | BufferTable], rows: Sequence[TrainedRows] = ()

@@ -1,7 +1,7 @@
 """A worker's own state of a `DistributedOptimizer`, for checkpoints: the hyperparameters of its
 groups, which schedules change; with `Aggregate`, `Add` and `Outer` a local optimizer; with
-`Aggregate` the parameters, too; with `Outer` what no outer step has pushed. The servers have all
-else (`served_state`).
+`Aggregate` the parameters, too; with `Outer` what no outer step has pushed; what codecs have left.
+The servers have all else (`served_state`).
 
 Rules:
     - A saved group has every key of the namesake's, so that torch's own `load_state_dict` takes it.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from ps_worker.spec.optimizers import ServerOptimizer
 from ps_worker.training.module_buffers import check_shape, persistent_buffers, write_values
 from ps_worker.training.tables.trained_table import TrainedTable
 from ps_worker.training.trained_model import TrainedModel
+
+if TYPE_CHECKING:
+    from ps_worker.client.client import Client
 
 _OWN_KEYS = ("params", "param_names")
 _DECOUPLED = "decoupled_weight_decay"
@@ -373,6 +376,25 @@ class InnerStepsState:
 
     def _buffers(self) -> Iterable[tuple[str, torch.Tensor]]:
         return () if self._module is None else persistent_buffers(self._module)
+
+
+def keep_residuals(client: Client, model: TrainedModel, table: TrainedTable) -> None:
+    """Have checkpoints keep what the table's codec leaves for later steps; what an outer step that
+    is on its way leaves is known at its end.
+    """
+    checkpoints, residuals = client.checkpoints, table.handle.steps.residuals
+    name, ranks = f"residuals/{table.name}", model.group.pushes_for
+    if residuals is not None:
+        if model.outer is not None:
+            residuals.await_ends = model.end_overlapped
+        checkpoints.attach_for(ranks, name, residuals)
+    elif dropped := checkpoints.saved_for(ranks, name):
+        logs.warning(
+            "residuals_dropped",
+            table=table.name,
+            ranks=",".join(map(str, dropped)),
+            remedy="push_codec int8, sign, topk, randomk or lowrank",
+        )
 
 
 def check_imported(

@@ -4,6 +4,8 @@ while inner steps are taken, and parameters that go only part of the way to the 
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -492,6 +494,45 @@ def test_a_wait_that_expires_is_taken_up_again() -> None:
         optimizers[1].step()
         together([first, second], lambda client: optimizers[client.rank].synchronize())
         assert all(model.weight.eq(-3.0).all() for model in models)
+
+
+@pytest.mark.thorough
+def test_what_a_codec_has_left_is_saved_with_the_outer_step_that_is_on_its_way() -> None:
+    """The servers discard that step as too late, so all of it comes back; one that stands still
+    when it leaves is a slow link.
+    """
+    outer = ps.Outer(SGD, 2, lr=1.0, momentum=0.0, nesterov=False, overlap=1)
+    options: Any = {"consistency": "bsp:backup=1", "push_codec": "int8"}
+    models = [nn.Linear(128, 1, bias=False) for _ in range(WORKERS)]
+
+    def step(rank: int) -> None:
+        optimizers[rank].zero_grad()
+        models[rank].weight.sum().backward()
+        optimizers[rank].step()
+
+    with (
+        ps.local_cluster(servers=1, workers=WORKERS) as cluster,
+        ps.connect(cluster.address, rank=0) as first,
+        ps.connect(cluster.address, rank=1) as second,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        optimizers = together(
+            [first, second],
+            lambda c: ps.DistributedOptimizer(c, models[c.rank], outer, name="model", **options),
+        )
+        for rank in (0, 0, 0, 1):
+            step(rank)
+        server = cluster.process_ids["server 0"]
+        os.kill(server, signal.SIGSTOP)
+        try:
+            step(1)
+            residuals = optimizers[1].trained_model.tables[0].handle.steps.residuals
+            assert residuals is not None
+            saved = threads.submit(residuals.state_dict)
+        finally:
+            os.kill(server, signal.SIGCONT)
+        torch.testing.assert_close(saved.result()["residuals"], torch.full((128,), 2.0))
+        assert optimizers[1].clock == 1
 
 
 @pytest.mark.thorough
