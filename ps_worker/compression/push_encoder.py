@@ -41,6 +41,9 @@ from ps_worker.compression.residual_guard import ResidualGuard, length_of
 from ps_worker.compression.residuals import Residuals
 from ps_worker.spec.values import BlockValues
 
+BEYOND_HALF = "beyond what push_codec fp16 can hold (65504), unlike bf16 and int8"
+"""Words for an element that FP16 makes infinite."""
+
 _PLACE = Struct("<QQQ")
 
 
@@ -370,8 +373,8 @@ class PushEncoder:
             at = casts.first_overflow(payload, self._native, out)
             if at is not None:
                 raise InvalidTensor(
-                    f"element {at} in block {block} of table '{self._table.spec.name}' is beyond "
-                    "what push_codec fp16 can hold (65504); expected bf16 or int8"
+                    f"element {at} in block {block} of table '{self._table.spec.name}' is "
+                    f"{BEYOND_HALF}"
                 )
 
     def _absent(self, block: int, presence: bytes) -> npt.NDArray[np.bool_] | None:

@@ -362,8 +362,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Blocking: until the update is there: under BSP every worker has taken part.
 
         Raises:
-            InvalidTensor: a gradient is not finite; the step was skipped on every server (in a
-                round: earlier rounds count).
+            InvalidTensor: a gradient is not finite, or beyond what its codec can hold (fp16); the
+                step was skipped on every server (in a round: earlier rounds count).
             InvalidConfig: another worker's hyperparameters or norm differ at this clock, or what
                 its script has changed (`Aggregate`); or a fixed switch of the table was changed; or
                 a group has other parameters than it was given; or the model is also in torch's

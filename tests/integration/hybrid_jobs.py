@@ -238,6 +238,32 @@ def serve_some(client: ps.Client) -> tuple[Tensors, list[str]]:
     return after, [*rates, *sorted(changed)]
 
 
+def beyond_codec(client: ps.Client) -> tuple[list[Tensors], str, Tensors]:
+    """The head goes through the servers in float16, which cannot hold a gradient of worker 1."""
+    model = rated(client, "narrow/users")
+    head = {*model.head.parameters()}
+    optimizer = ps.HybridOptimizer(
+        client,
+        model,
+        local_optimizer([p for p in model.parameters() if p not in head]),
+        name="narrow",
+        served=model.head.parameters(),
+        server_optimizer=ps.SGD(lr=0.1),
+        push_codec="fp16",
+    )
+    found, said = [values_of(client, model)], ""
+    for step in range(3):
+        optimizer.zero_grad()
+        factor = 1e6 if (step, client.rank) == (0, 1) else 1.0
+        (loss_of(model, step, client.rank) * factor).backward()
+        try:
+            optimizer.step()
+        except ps.InvalidTensor as refused:
+            said += str(refused)
+        found.append(values_of(client, model))
+    return found[:2], said, found[-1]
+
+
 TABLES = [
     EmbeddingBagConfig(name="products", embedding_dim=4, feature_names=["seen", "offered"]),
     EmbeddingBagConfig(name="shops", embedding_dim=2, feature_names=["shop"]),

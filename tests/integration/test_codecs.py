@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -211,6 +213,47 @@ def test_a_gradient_that_is_not_finite_is_refused_as_any_and_changes_nothing(
     values = client.push_pull(table, gradient(2))
     expected = -(gradient(0).astype(np.float64) + gradient(2))
     np.testing.assert_allclose(values - left_of(table), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        ps.SGD(lr=1e-3),
+        pytest.param(ps.Aggregate(partial(torch.optim.SGD, lr=1e-3)), marks=pytest.mark.thorough),
+        pytest.param(ps.Add(partial(torch.optim.SGD, lr=1.0)), marks=pytest.mark.thorough),
+        ps.Outer(partial(torch.optim.SGD, lr=1.0), 1),
+    ],
+    ids=["sgd", "aggregate", "add", "outer"],
+)
+def test_a_gradient_that_fp16_cannot_hold_skips_the_step_and_the_others_go_on(
+    pairs: dict[str, list[ps.Client]], optimizer: Any
+) -> None:
+    """It may be clipped after `backward`: then it counts."""
+    name, clients = f"model {next(_numbers)}", [*itertools.chain(*pairs.values())]
+
+    def work(client: ps.Client) -> tuple[str, torch.Tensor]:
+        model, said = torch.nn.Linear(8, 1, bias=False), ""
+        trained = ps.DistributedOptimizer(client, model, optimizer, name=name, push_codec="fp16")
+        for step in range(3):
+            trained.zero_grad()
+            is_large = step == 1 and client.rank in (0, 1)
+            (model(torch.ones(1, 8)) * (1e5 if is_large else 1.0)).sum().backward()
+            if client.rank == 0:
+                torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+            try:
+                trained.step()
+            except ps.InvalidTensor as error:
+                said = error.message
+        assert trained.clock == 3
+        return said, model.weight.detach()
+
+    with ThreadPoolExecutor(len(clients)) as threads:
+        clipped, too_large, *others = threads.map(work, clients)
+    assert "is beyond what push_codec fp16 can hold (65504), unlike bf16 and int8" in too_large[0]
+    assert "The step was skipped on every server" in too_large[0]
+    for said, values in (clipped, *others):
+        assert not said
+        assert torch.equal(values, too_large[1])
 
 
 def test_tensors_that_are_left_out_are_as_without_a_codec(

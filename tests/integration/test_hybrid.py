@@ -126,6 +126,18 @@ def test_what_is_not_finite_at_one_worker_skips_the_step_of_all(
     assert_alike([values for _, _, values in runs])
 
 
+@pytest.mark.thorough
+def test_what_a_codec_cannot_hold_at_one_worker_skips_the_step_of_all(workers: Workers) -> None:
+    runs = workers.run(jobs.beyond_codec)
+    for (before, after), _, _ in runs:
+        assert_alike([before, after])
+    said = [said for _, said, _ in runs]
+    assert "is beyond what push_codec fp16 can hold" in said[1]
+    assert said[0] == said[2]
+    assert said[0].startswith("worker 1 has a gradient with an infinity or a NaN, or beyond its ")
+    assert_alike([values for _, _, values in runs])
+
+
 def test_another_learning_rate_at_one_worker_skips_the_step_of_all(workers: Workers) -> None:
     runs = workers.run(jobs.other_rate)
     for (before, after), said, _ in runs:

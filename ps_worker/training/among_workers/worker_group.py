@@ -30,9 +30,9 @@ from torch import distributed
 
 from ps_core.consistency import Mode
 from ps_core.errors import InvalidConfig, PushpullError, WaitExpired
-from ps_core.tables.elements import Codec
 from ps_runtime.observe import logs
 from ps_runtime.system.capacity import machine_name
+from ps_worker.compression.push_encoder import BEYOND_HALF
 from ps_worker.spec.training_options import HOST, TrainingOptions
 from ps_worker.training.among_workers.gradient_reduction import GradientReduction, Group
 from ps_worker.training.among_workers.peers import Peers
@@ -210,7 +210,7 @@ class WorkerGroup:
             self._reduction = GradientReduction(parameters, 2 + count, count, self._group)
             self._reduced = tables
         has_problem = [float(bool(problem) and rank == self._rank) for rank in self._ranks]
-        is_narrow = self.is_leader and any(_pushes_half(table) for table in tables)
+        is_narrow = self.is_leader and any(table.pushes_half for table in tables)
         control = [float(scale.skip), float(is_narrow), *has_problem]
         with uninterrupted():  # the others count on it
             self._reduction.begin(control, scale.contribution_scale)
@@ -230,10 +230,7 @@ class WorkerGroup:
             problem = f"the sum of the gradients of workers {self._ranks} has an infinity or a NaN"
         most = _HALF_MOST if is_narrow else _MOST
         if is_narrow and not (problem or skips or reduced.fits(limit=most)):
-            problem = (
-                f"the mean of the gradients of workers {self._ranks} is beyond what push_codec "
-                "fp16 can hold (65504), unlike bf16 and int8"
-            )
+            problem = f"the mean of the gradients of workers {self._ranks} is {BEYOND_HALF}"
         if problem or skips:
             return StepScale(skip=True, problem=problem)
         begun.unit = reduced.unit(1.0 / begun.scale, most)
@@ -290,12 +287,6 @@ class WorkerGroup:
             giver = None if self.is_leader else self._ranks[0]
             self._peers.wait(self._works[0], is_cpu=True, giver=giver)
             del self._works[0]
-
-
-def _pushes_half(table: TrainedTable) -> bool:
-    """True if its codec refuses what float16 cannot hold."""
-    push = table.handle.codecs.push
-    return push is not None and push.codec is Codec.FP16 and not table.options.allow_non_finite
 
 
 def worker_group(client: Client, options: TrainingOptions) -> WorkerGroup:

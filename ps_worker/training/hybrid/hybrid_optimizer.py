@@ -314,7 +314,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         Blocking: until every worker has called this, and the servers have the update.
 
         Raises:
-            InvalidTensor: a gradient is not finite at some worker; all have skipped the step.
+            InvalidTensor: a gradient is not finite at some worker, or beyond what its codec can
+                hold (fp16); all have skipped the step.
             InvalidConfig: `GradScaler.unscale_` was called, which does not reach rows; or there are
                 more rows of one partition than a message takes, and nothing of the step was taken,
                 so that the others wait for the next call; or the workers have other learning
@@ -415,7 +416,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             )
         if not problem and any(problems):
             rank = next(rank for rank, is_one in enumerate(problems) if is_one)
-            problem = f"worker {rank} has a gradient with an infinity or a NaN"
+            problem = f"worker {rank} has a gradient with an infinity or a NaN, or beyond its codec"
         if not problem and not skips and not reduced.fits() and not self._may_be_infinite:
             problem = f"the mean of the workers' gradients of {self._not_finite(self._reduced)}"
         opened.is_decided = True
@@ -458,10 +459,13 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     def _problem(self) -> str:
         """Words for a gradient that is not finite, of those that only this worker has, or that
-        torch has reduced; empty without one.
+        torch has reduced, or for one that its codec cannot hold; empty without one.
         """
-        found = self._not_finite(self._served | self._elsewhere)
-        return f"the gradient of {found}" if found else self.servers.trained_model.non_finite_rows()
+        served = self.servers.trained_model
+        if found := self._not_finite(self._served | self._elsewhere):
+            return f"the gradient of {found}"
+        found = served.non_finite_rows()
+        return found or next(filter(None, (t.beyond_codec() for t in served.tables)), "")
 
     def _not_finite(self, parameters: AbstractSet[torch.Tensor]) -> str:
         """The first of these whose gradient is not finite, in words; empty if all are."""

@@ -33,14 +33,15 @@ class StepScale:
     clip_scale: float | None = None
 
     def told(self, problem: str) -> str:
-        """Words for a gradient that is not finite, with what helps if a loss scale may have made it
-        so: `torch.amp.GradScaler` skips the step for a parameter's, and does not look at rows.
+        """Words for a gradient that is refused, with what helps if a loss scale may have made it so
+        large: `torch.amp.GradScaler` skips the step for a parameter's that is not finite, and knows
+        no rows and no codecs.
         """
         if not problem or self.contribution_scale >= 1.0:  # 1, or the size of a group
             return problem
         return (
-            f"{problem}. GradScaler looks at no rows: if its scale was too large, lower it by "
-            "scaler.update(scaler.get_scale() / 2)"
+            f"{problem}. GradScaler knows no rows and no codecs: if its scale was too large, lower "
+            "it by scaler.update(scaler.get_scale() / 2)"
         )
 
 

@@ -21,9 +21,10 @@ from ps_core.errors import (
     InvalidTensor,
     PushpullError,
 )
-from ps_core.tables.elements import pack_presence, unpack_presence
+from ps_core.tables.elements import Codec, pack_presence, unpack_presence
 from ps_core.tables.optimizers import Hyperparameters
 from ps_worker.client.pending import PendingTickets
+from ps_worker.compression.push_encoder import BEYOND_HALF
 from ps_worker.spec.flat_layout import TORCH_DTYPE, FlatLayout
 from ps_worker.spec.optimizers import Add, Outer, ServerOptimizer
 from ps_worker.spec.settings import FromRank0
@@ -348,8 +349,9 @@ class TrainedTable:
         """Push the blocks that have not left in their present form.
 
         Returns:
-            Words for a gradient that is not finite; then no more is pushed. None if all are finite,
-            or need not be, or servers refuse them block by block (eager steps under ASP).
+            Words for a gradient that is not finite, or that its codec cannot hold; then no more is
+            pushed. None if all are finite, or need not be, or servers refuse them block by block
+            (eager steps under ASP).
         """
         if self.is_followed or not self.takes_part:
             return None
@@ -360,14 +362,14 @@ class TrainedTable:
 
     def _push_staged(self, hyperparameters: Hyperparameters) -> str | None:
         for blocks in self.staging.arriving():
-            self._push(blocks, hyperparameters)
+            if (beyond := self._push(blocks, hyperparameters)) is not None:
+                return beyond
         blocks = self.staging.take()
         if self._checks_finite:
             bad = self.staging.non_finite()
             if bad is not None:
                 return self.not_finite(bad)
-        self._push(blocks, hyperparameters)
-        return None
+        return self._push(blocks, hyperparameters)
 
     def _push_moved(self) -> str | None:
         """ADD: push the parameters' distance from the last pull; OUTER: its opposite, which is a
@@ -385,7 +387,10 @@ class TrainedTable:
         blocks = self.moves.blocks()
         if self._only is not None:
             blocks = (each for each in blocks if each.block in self._only)
-        self._client.tables.begin_step(self.handle).push_blocks(blocks)
+        try:
+            self._client.tables.begin_step(self.handle).push_blocks(blocks)
+        except InvalidTensor as error:
+            return error.message
         return None
 
     def non_finite_gradient(self) -> str:
@@ -399,6 +404,20 @@ class TrainedTable:
         bad = true_numbers(non_finite([(i, each) for i, each in dense if not each.is_cpu]))
         bad.update(i for i, each in dense if each.is_cpu and not is_finite(each))
         return self.not_finite(self.layout.placed[min(bad)].name) if bad else ""
+
+    @property
+    def pushes_half(self) -> bool:
+        """True if its codec refuses what float16 cannot hold."""
+        push = self.handle.codecs.push
+        return push is not None and push.codec is Codec.FP16 and not self.options.allow_non_finite
+
+    def beyond_codec(self) -> str:
+        """Words for a finite gradient that its codec cannot hold; empty without one."""
+        gradients = ((e.name, e.tensor.grad) for e in self.layout.placed if self.pushes_half)
+        for name, gradient in gradients:
+            if gradient is not None and not is_finite(gradient.detach().half()):
+                return f"the gradient of '{name}' is {BEYOND_HALF}"
+        return ""
 
     def not_finite(self, name: str, what: str = "gradient") -> str:
         """Words for a parameter's gradient that is not finite."""
@@ -594,13 +613,19 @@ class TrainedTable:
                 self._staging.finish()
             self._is_ended = False
 
-    def _push(self, blocks: list[BlockValues], hyperparameters: Hyperparameters) -> None:
+    def _push(self, blocks: list[BlockValues], hyperparameters: Hyperparameters) -> str | None:
+        """Push blocks. Returns words for an element that the codec cannot hold: then they stay for
+        `push_rest`, before which a script may clip them.
+        """
         if not blocks:
-            return
+            return None
         if self.options.applies_on_arrival and self._eager is None:
             self._eager = hyperparameters
         try:
             self._client.tables.begin_step(self.handle).push_blocks(blocks, eager=self._eager)
-        except PushpullError:
+        except PushpullError as error:
             self.staging.stay([each.block for each in blocks])
-            raise
+            if not isinstance(error, InvalidTensor):
+                raise
+            return error.message
+        return None
