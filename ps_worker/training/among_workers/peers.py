@@ -21,7 +21,12 @@ from ps_core.cluster_view import ClusterView, Node, NodeState, Role
 from ps_core.errors import PushpullError, WaitExpired, WorkerLost
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
-from ps_worker.training.among_workers.process_group import group_sockets, leave_as_it_is, shut
+from ps_worker.training.among_workers.process_group import (
+    REMEDY,
+    group_sockets,
+    leave_as_it_is,
+    shut,
+)
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client
@@ -39,11 +44,6 @@ _POLL_S = 0.0005
 
 _RUN_S = 1e8
 """Longer than any."""
-
-REMEDY = (
-    "torch.distributed goes on with all workers or with none: start all of them again, together, "
-    "from the last checkpoint (pushpull train --resume)"
-)
 
 
 class Peers:

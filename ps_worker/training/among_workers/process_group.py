@@ -2,6 +2,10 @@
 
 A script that sets a group up itself has one, for example under torchrun. Otherwise rank 0 opens a
 store, and the cluster tells the others where it is.
+
+A restore in place may come while some workers have begun a collective call, and others never begin
+it. Calls of one group are matched by their order alone. So a group is of one timeline: another is
+made for the next one.
 """
 
 from __future__ import annotations
@@ -12,16 +16,17 @@ import ctypes
 import gc
 import os
 import socket
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from ps_core.errors import InvalidConfig, JoinRefused, listed
+from ps_core.errors import InvalidConfig, JoinRefused, WorkerLost, listed
 from ps_runtime.observe import logs
 
 if TYPE_CHECKING:
@@ -32,8 +37,27 @@ _SHOWN_COUNT = 8
 
 _SOCKETS = Path("/proc/self/fd")
 
+REMEDY = (
+    "torch.distributed goes on with all workers or with none: start all of them again, together, "
+    "from the last checkpoint (pushpull train --resume)"
+)
+
 _Place = Sequence[int] | None
 """A worker's rank in its process group and the size of that; None without a group."""
+
+
+class _Use(NamedTuple):
+    """A process group that this process trains with: the timeline, and the sockets of one that was
+    made here; None: the script has made it.
+    """
+
+    group: weakref.ref[Any]
+    cluster_id: str
+    timeline: bytes
+    sockets: Collection[str] | None
+
+
+_use: _Use | None = None
 
 
 def init_process_group(client: Client) -> None:
@@ -46,14 +70,51 @@ def init_process_group(client: Client) -> None:
         )
     if not distributed.is_available():
         raise InvalidConfig("this torch has no torch.distributed; expected a build with it")
+    is_replaced = _is_replaced(client)
+    if is_replaced:
+        leave_as_it_is()
+    if is_replaced and _use is not None and _use.sockets is not None:
+        # Its calls that others never make fail.
+        shut(_use.sockets)
+        distributed.destroy_process_group()
+        is_replaced = False
     place: _Place = None
     if distributed.is_initialized():
         place = distributed.get_rank(), distributed.get_world_size()
-    places: list[_Place] = client.gather(place, name="torch.distributed's ranks")
+    told = client.gather((place, is_replaced), name="torch.distributed's ranks")
+    places: list[_Place] = [each for each, _ in told]
     if problem := _problem_of(places, client.rank, client.world_size):
         raise InvalidConfig(problem)
-    if place is None:
-        _make(client)
+    if any(is_replaced for _, is_replaced in told):
+        raise WorkerLost(
+            "a restore has replaced the cluster that this torch.distributed process group has "
+            "trained with, and some workers may wait in a call of the group that others never "
+            f"make. {REMEDY}"
+        )
+    sockets = _make(client) if place is None else None
+    _note_use(client, sockets)
+
+
+def _is_replaced(client: Client) -> bool:
+    """True if this process has trained with its group in a timeline that a restore has ended."""
+    session, use = client.session, _use
+    if (
+        use is None
+        or not distributed.is_initialized()
+        or use.group() is not distributed.group.WORLD
+    ):
+        return False
+    is_alone = use.sockets is None and distributed.get_world_size() == 1
+    is_of_cluster = use.cluster_id == session.cluster_id
+    return is_of_cluster and use.timeline != session.timeline and not is_alone
+
+
+def _note_use(client: Client, sockets: Collection[str] | None) -> None:
+    global _use
+    world, session = distributed.group.WORLD, client.session
+    if _use is not None and _use.group() is world:
+        sockets = _use.sockets
+    _use = _Use(weakref.ref(world), session.cluster_id, session.timeline, sockets)
 
 
 def _problem_of(places: Sequence[_Place], rank: int, worker_count: int) -> str:
@@ -129,9 +190,10 @@ def backends() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
-def _make(client: Client) -> None:
+def _make(client: Client) -> Collection[str]:
+    """Make a group of all workers, and return the sockets that were opened meanwhile."""
     global _others
-    _others = _sockets().keys()
+    _others = before = _sockets().keys()
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store: TCPStore | None = None
@@ -147,8 +209,10 @@ def _make(client: Client) -> None:
     distributed.init_process_group(
         backend, store=store, rank=client.rank, world_size=client.world_size
     )
+    atexit.unregister(_end)
     atexit.register(_end)
     logs.info("process_group_made", backend=backend, store=f"{host}:{port}")
+    return _sockets().keys() - before
 
 
 _others: Collection[str] | None = None
@@ -188,12 +252,12 @@ _left: list[Any] = []
 """Collective calls that have not ended, and their groups."""
 
 
-def leave_as_it_is(work: Any) -> None:
+def leave_as_it_is(*works: Any) -> None:
     """Let this process end although a collective call has not: gloo's destructor would wait for it.
-    The objects of the call are never destroyed.
+    The objects of the call, and its groups, are never destroyed.
     """
     groups = distributed.distributed_c10d._world.pg_map
-    for found in (work, *groups):
+    for found in (*works, *groups):
         if not any(found is each for each in _left):
             _left.append(found)
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
@@ -201,7 +265,10 @@ def leave_as_it_is(work: Any) -> None:
 
 def _end() -> None:
     with contextlib.suppress(RuntimeError, AssertionError):  # the others may have gone first
-        if distributed.is_initialized() and not _left:
+        groups = distributed.distributed_c10d._world.pg_map
+        if distributed.is_initialized() and not any(
+            group is each for group in groups for each in _left
+        ):
             distributed.destroy_process_group()
 
 

@@ -191,6 +191,8 @@ class HybridOptimizer(torch.optim.Optimizer):
             InvalidConfig: torch has no torch.distributed; or the script has made a process group
                 that is not of the cluster's workers, or some workers alone have one; or the worker
                 joined others, whose group takes nobody in.
+            WorkerLost: the script's process group has trained before a restore in place: some
+                workers may wait in it for a call that others never make.
         """
         init_process_group(client)
 
