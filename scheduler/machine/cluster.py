@@ -155,10 +155,16 @@ class Cluster:
         self, restored: Restored | None, timeline: bytes, token_key: bytes
     ) -> ClusterSettings:
         """Settings of the cluster that replaces this one in a restore, from a checkpoint or empty:
-        it has the same identity, and never gives a number that this one gave.
+        it has the same identity, and never gives a number that this one gave. With replicas it
+        waits for no server that this one went on without.
         """
+        servers = self.settings.servers_at_restore
+        if self.settings.replica_count > 1 and self._state.has_formed:
+            alive = (n.state is NodeState.ALIVE for n in self._state.nodes_of(Role.SERVER))
+            servers = max(1, sum(alive))
         return replace(
             self.settings,
+            servers_at_restore=servers,
             restored=restored,
             timeline=timeline,
             token_key=token_key,

@@ -274,7 +274,7 @@ class Membership:
         state.node_of_registration[request.registration_id] = node.node_id
         self._detector.heard(node.node_id, now_s)
         alive = [n for n in state.nodes_of(Role.SERVER) if n.state is NodeState.ALIVE]
-        state.has_formed |= len(alive) >= self._settings.server_count
+        state.has_formed |= len(alive) >= self._settings.servers_to_form
         came: list[Transition] = [NodeRegistered(node)]
         if node.role is Role.WORKER and node.run and node.run not in state.runs:
             state.runs[run.name] = run

@@ -81,6 +81,8 @@ class ClusterSettings:
         checkpoint_count: largest number of a checkpoint that exists already.
         restored: the checkpoint to start from, or None.
         first_node_id: id of the first node; later ones count up.
+        servers_at_restore: of a replicated cluster that a restore replaced in its place, the
+            servers that were alive then: tables wait for as many. 0: they wait for `server_count`.
         replaced_timelines: timelines that a restore of this cluster replaced; their nodes drop
             their values and register again.
     """
@@ -106,6 +108,7 @@ class ClusterSettings:
     checkpoint_full_every: int = 1
     restored: Restored | None = None
     first_node_id: int = 1
+    servers_at_restore: int = 0
     replaced_timelines: frozenset[bytes] = frozenset()
 
     def __post_init__(self) -> None:
@@ -150,6 +153,11 @@ class ClusterSettings:
                 f"the checkpoint URL '{url[:80]}...' has {len(url.encode())} bytes; expected at "
                 f"most {limits.MAX_CHECKPOINT_URL_BYTES}",
             )
+
+    @property
+    def servers_to_form(self) -> int:
+        """The first table waits until so many servers are alive at once."""
+        return self.servers_at_restore or self.server_count
 
     @property
     def rank_count(self) -> int:
@@ -302,7 +310,7 @@ class ClusterState:
     counted_joins: set[tuple[TableId, int]] = field(default_factory=set)  # ranks, in `view_bytes`
     failed_over: set[RangeId] = field(default_factory=set)  # a backup serves these, or did
     log_sources: dict[RangeId, LogSource] = field(default_factory=dict)
-    has_formed: bool = False  # `server_count` servers were alive at once
+    has_formed: bool = False  # `servers_to_form` servers were alive at once
     finished: bool = False
     view_bytes: int = 0
     checkpoint: Attempt | None = None

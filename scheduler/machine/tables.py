@@ -6,7 +6,7 @@ Rules:
     - A range without blocks whose servers will not come back is placed anew by the next table.
     - Only servers that are alive get ranges, and only when `server_count` are: an early table must
       not lie on the few servers that came first. With replicas it is enough that as many were alive
-      once, so a dead server delays nobody.
+      once, so a dead server delays nobody; after a restore in place, as many as were alive then.
     - A table is created whole, with a server for each of its blocks, or waits.
     - A removed table's ranges stay on their servers, and its id and ordinals are never given again.
 
@@ -160,7 +160,7 @@ class TableCatalogue:
         servers = self._state.nodes_of(Role.SERVER)
         alive = [n for n in servers if n.state is NodeState.ALIVE]
         silent = [n for n in servers if n.state is NodeState.SILENT]
-        expected = self._settings.server_count
+        expected = self._settings.servers_to_form
         least = 1 if self._settings.replica_count > 1 and self._state.has_formed else expected
         if len(alive) < least:
             more = least - len(alive)

@@ -21,7 +21,7 @@ from scheduler.machine.adaptation import Course, CourseRecord
 from scheduler.machine.changes import Withdrawn
 from scheduler.machine.checkpoint_state import CheckpointFailed, CheckpointMade, CompleteCheckpoint
 from scheduler.machine.checkpoints import LEAVING
-from scheduler.machine.cluster import Cluster
+from scheduler.machine.cluster import Cluster, Created, Parked
 from scheduler.machine.membership import GIVEN_UP_LEASES
 from scheduler.machine.state import ChangeProposed, JournaledCluster, NodeSilent, Restored
 from tests.unit.cluster_harness import SETTINGS, SPEC, Harness
@@ -440,3 +440,25 @@ def test_ranges_of_a_journal_that_does_not_say_when_they_were_placed_are_read() 
         replace(each, placed_epoch=AssignmentEpoch(0)) for each in cluster.cluster.view.ranges
     ]
     assert read.state.ranges == ranges
+
+
+@pytest.mark.parametrize(("replicas", "has_formed"), [(2, True), (1, True), (2, False)])
+def test_a_restore_in_place_waits_for_no_server_that_a_replicated_cluster_went_on_without(
+    replicas: int, *, has_formed: bool
+) -> None:
+    harness = Harness(server_count=3, worker_count=1, replica_count=replicas)
+    servers = [harness.join(Role.SERVER) for _ in range(3 if has_formed else 2)]
+    for lost in servers[2:]:
+        harness.leave(lost)
+    settings = harness.cluster.in_new_timeline(None, bytes(15) + b"2", b"t" * 32)
+    harness.cluster = Cluster(settings, harness.now_s)
+    harness.start_again()  # its journal says so, too
+    worker = harness.join(Role.WORKER)
+    harness.join(Role.SERVER)
+    waits = isinstance(harness.create(worker), Parked)
+    harness.join(Role.SERVER)
+    made = isinstance(harness.create(worker), Created)
+    assert (waits, made) == (True, replicas == 2 and has_formed)
+    if not made:
+        harness.join(Role.SERVER)
+        assert isinstance(harness.create(worker), Created)
