@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
@@ -226,9 +225,12 @@ class ClientCheckpoints:
 
     def restore(self, url: str, timeout_s: float | None) -> None:
         deadline_s = self._connection.deadline_s(timeout_s)
-        with contextlib.suppress(Fenced):  # another client has restored it
+        try:
             restoring = restore_checkpoint(self._engine.scheduler, url, deadline_s)
             self._connection.asked(restoring, deadline_s)
+        except Fenced as error:
+            if not error.retry_after_ms:  # else another client has restored it
+                raise
 
     def attach(self, name: str, state: HasState, *, per_rank: bool = False) -> None:
         """Make an object's state part of this worker's checkpoints: a learning rate schedule, a

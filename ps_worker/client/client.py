@@ -549,6 +549,8 @@ class Client:
 
         Raises:
             InvalidCheckpoint: there is no good one; nothing has changed.
+            Fenced: this session had ended before, by no restore: nothing is restored for it. The
+                message says how; `ps.connect` makes another.
             WaitExpired: the scheduler or the servers did not restart in time.
         """
         self.checkpoints.restore(url, timeout_s)

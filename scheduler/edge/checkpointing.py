@@ -77,6 +77,7 @@ from scheduler.machine.checkpoint_state import (
 )
 from scheduler.machine.checkpoints import LEAVING, UNNAMED, without_parameters
 from scheduler.machine.cluster import STARTED_AGAIN, Cluster, Decision
+from scheduler.machine.membership import REGISTER_AGAIN_MS
 from scheduler.machine.state import ClusterSettings, Transition
 
 ReplyT = TypeVar("ReplyT")
@@ -286,7 +287,10 @@ class Checkpointing:
 
     def _check_not_over(self) -> None:
         if self._is_over:
-            raise Fenced("a restore has replaced the cluster whose checkpoint this was to be")
+            raise Fenced(
+                "a restore has replaced the cluster whose checkpoint this was to be",
+                retry_after_ms=REGISTER_AGAIN_MS,
+            )
 
     async def until_none_is_under_way(self, deadline_s: float) -> None:
         """Wait until no checkpoint is running; WaitExpired at `deadline_s` says why one is."""

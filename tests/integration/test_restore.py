@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
+import signal
 from pathlib import Path
 
 import grpc
@@ -18,6 +20,7 @@ from ps_runtime.cluster import wire
 from ps_runtime.grpc.errors import from_rpc_error
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
 from tests.integration.open_files import open_files
+from tests.integration.warm_processes import warm_context
 
 pytestmark = pytest.mark.slow
 
@@ -95,6 +98,33 @@ def check_never_lands(tmp_path: Path, lane: str) -> None:
             assert reader.manifest.table("counted").clock == 5
         for client in clients:
             client.close()
+
+
+@pytest.mark.thorough
+def test_a_worker_whose_session_ended_otherwise_is_told_that_nothing_is_restored(
+    tmp_path: Path,
+) -> None:
+    with ps.local_cluster(1, 1, checkpoint_url=str(tmp_path)) as cluster:
+        replaced = ps.connect(cluster.address, rank=0, identity="pod-0")
+        table = counting_table(replaced)
+        replaced.push_pull(table, ONES)
+        made = replaced.checkpoint().wait()
+        replaced.push_pull(table, ONES)
+        replacing = warm_context().Process(target=replace_and_end, args=(cluster.address,))
+        replacing.start()
+        replacing.join(DEADLINE_S)
+        with pytest.raises(ps.Fenced, match="another process registered with the identity"):
+            replaced.restore(made.url)
+        replaced.close(leave=False)
+        with ps.connect(cluster.address, rank=0, identity="pod-0") as client:
+            assert client.restored_from == ""
+            assert np.array_equal(np.asarray(client.pull(counting_table(client))), -2 * ONES)
+
+
+def replace_and_end(address: str) -> None:
+    """A worker takes the place of the test's own, and is killed."""
+    ps.connect(address, rank=0, identity="pod-0")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.thorough

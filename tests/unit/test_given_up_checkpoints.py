@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from ps_core.cluster_view import Role
+from ps_core.errors import Fenced
 from ps_core.keys import NodeId
 from ps_runtime.observe.metrics import SchedulerMetrics
+from pushpull.v1 import scheduler_pb2
 from scheduler.edge.checkpointing import Checkpointing
 from scheduler.machine.checkpoint_schedule import CheckpointPolicy
 from scheduler.machine.checkpoint_state import (
@@ -105,5 +108,21 @@ def test_whatever_keeps_its_manifest_from_being_made_is_the_failure_of_this_one_
         assert history.failed_number == number
         assert history.failed_reason == "KeyError: 99"
         assert harness.cluster.begin_checkpoint("again", harness.now_s).reply.number > number
+
+    asyncio.run(live())
+
+
+def test_who_waits_for_one_that_a_restore_ended_registers_again(tmp_path: Path) -> None:
+    async def live() -> None:
+        checkpointing = Checkpointing(
+            Harness(checkpoint_url=str(tmp_path)).cluster,
+            CheckpointPolicy(),
+            lambda decision: decision.reply,
+            SchedulerMetrics(CollectorRegistry()),
+        )
+        checkpointing.end()
+        with pytest.raises(Fenced, match="a restore has replaced the cluster") as refusal:
+            await checkpointing.create(scheduler_pb2.CreateCheckpointRequest(), math.inf)
+        assert refusal.value.retry_after_ms
 
     asyncio.run(live())
