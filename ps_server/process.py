@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -123,12 +124,12 @@ async def _serve(settings: ServerConfig) -> None:
 
     async def run() -> None:
         """Run again each time that the cluster begins anew."""
-        while True:
+        for number in itertools.count():
             try:
                 async with contextlib.AsyncExitStack() as stack:
-                    await _Membership(settings, server, stop, stack).run(
-                        attach, metrics, node_metrics
-                    )
+                    membership = _Membership(settings, server, stop, stack)
+                    membership.is_first = number == 0
+                    await membership.run(attach, metrics, node_metrics)
             except Fenced as error:
                 if not error.retry_after_ms and not isinstance(error, ForeignCluster):
                     raise
@@ -186,6 +187,8 @@ class _Membership:
     """A membership of this server, from its registration until the cluster has finished, or begins
     anew; `stack` ends all of it.
     """
+
+    is_first = True
 
     def __init__(
         self,
@@ -394,7 +397,8 @@ class _Membership:
 
     async def _see_first_view(self) -> None:
         """Wait for the first view, and check that this server can write checkpoints. If the cluster
-        trains already, it only logs that it cannot: others may be waiting for this server.
+        trains already, or begins anew, it only logs that it cannot: others may be waiting for this
+        server.
         """
         view = await self._link.view_at_least(1, self._settings.connect_deadline_s)
         url = self._link.checkpoint_url
@@ -409,7 +413,7 @@ class _Membership:
         trying = asyncio.create_task(
             asyncio.to_thread(lambda: CheckpointStore(url).check_writable())
         )
-        if view.tables:
+        if view.tables or not self.is_first:
             trying.add_done_callback(told)
             self._stack.callback(trying.cancel)
             return

@@ -142,6 +142,26 @@ def test_what_is_no_good_checkpoint_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_servers_that_can_write_no_checkpoint_any_more_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, other = tmp_path / "checkpoints", tmp_path / "other"
+    monkeypatch.setenv("PUSHPULL_CHECKPOINT_ROOTS", str(other))
+    with ps.local_cluster(2, 1, checkpoint_url=str(place)) as cluster:
+        client = connect(cluster, 0, "grpc")
+        table = counting_table(client)
+        client.push_pull(table, ONES)
+        client.checkpoint().wait()
+        client.push_pull(table, ONES)
+        place.rename(other)
+        place.write_text("no directory")
+        client = client.restore(str(other))
+        table = counting_table(client)
+        assert np.array_equal(np.asarray(client.push_pull(table, ONES)), -2 * ONES)
+        client.close()
+
+
+@pytest.mark.thorough
 def test_nothing_of_the_timeline_before_stays_in_memory(tmp_path: Path) -> None:
     """What is shared has no name: only whoever has it can let go of it."""
     with ps.local_cluster(1, 1, checkpoint_url=str(tmp_path / "checkpoints")) as cluster:
