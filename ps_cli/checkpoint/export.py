@@ -24,7 +24,7 @@ from ps_cli.console.tensor_file import (
     write_file,
     write_tables,
 )
-from ps_core.errors import InvalidCheckpoint
+from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.tables.elements import DType
 from ps_core.tables.optimizers import OptimizerKind
 from ps_core.tables.table import Table, TensorSegment
@@ -36,7 +36,13 @@ STATE_VERSION = 1
 
 
 def export(url: str, out: Path, prefix: str, optimizer: Path | None, output: Output) -> int:
-    """Write the tables of a checkpoint as tensors, and their optimizers' state to `optimizer`."""
+    """Write the tables of a checkpoint as tensors, and their optimizers' state to `optimizer`.
+
+    Raises:
+        InvalidConfig: one file would be written over another; nothing is written.
+    """
+    if optimizer is not None:
+        _check_apart(out, optimizer, _beside(optimizer))
     with opened(url, output) as reader:
         halves = workers_halves(reader, prefix)
         chosen = chosen_tables(reader, prefix, output, may_be_none=bool(halves))
@@ -49,6 +55,23 @@ def export(url: str, out: Path, prefix: str, optimizer: Path | None, output: Out
         if optimizer is not None:
             _export_state(reader, chosen, optimizer, output)
     return 0
+
+
+def _check_apart(*files: Path) -> None:
+    """Raise InvalidConfig if two of the files are one."""
+    for index, file in enumerate(files):
+        if file.resolve() in (other.resolve() for other in files[:index]):
+            model, state, beside = files
+            raise InvalidConfig(
+                f"{file} would be written twice: the parameters go to {model}, the optimizers' "
+                f"state to {state}, and its description to {beside}; expected three files, such as "
+                f"--optimizer {model.with_name('optimizer.safetensors')}"
+            )
+
+
+def _beside(state: Path) -> Path:
+    """The file that describes the optimizers' state in another."""
+    return state.with_suffix(".json")
 
 
 def _block(reader: CheckpointReader, table: Table, block: int) -> bytearray:
@@ -159,7 +182,7 @@ def _export_state(
         "groups": [_group(reader, table) for table in tables],
         "state": states,
     }
-    beside = out.with_suffix(".json")
+    beside = _beside(out)
     with replaced(beside) as file:
         file.write((json.dumps(document, indent=1) + "\n").encode())
     output.say(f"{out} and {beside}: the optimizers' state of {len(states)} tensors")

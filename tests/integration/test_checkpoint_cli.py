@@ -233,6 +233,27 @@ def test_an_exported_model_is_the_module(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("out", "state", "twice"),
+    [
+        ("m.safetensors", "m.safetensors", "m.safetensors"),
+        ("m.safetensors", "linked/m.safetensors", "linked/m.safetensors"),
+        ("m.json", "m.safetensors", "m.json"),
+        ("m.safetensors", "state.json", "state.json"),
+    ],
+)
+def test_an_export_writes_no_file_over_another(
+    root: Path, tmp_path: Path, out: str, state: str, twice: str
+) -> None:
+    (tmp_path / "linked").symlink_to(tmp_path)
+    (tmp_path / out).write_text("of before")
+    found = run_here("checkpoint", "export", "root", out, "--optimizer", state, cwd=tmp_path)
+    assert found.returncode == 2
+    assert f"{twice} would be written twice" in found.stderr
+    assert (tmp_path / out).read_text() == "of before"
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted([out, "linked", root.name])
+
+
 @pytest.mark.thorough
 def test_what_s3_needs_is_named() -> None:
     program = (
