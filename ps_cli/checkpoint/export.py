@@ -17,6 +17,7 @@ from ps_cli.checkpoint.commands import opened
 from ps_cli.checkpoint.workers_half import workers_halves
 from ps_cli.console.output import Output
 from ps_cli.console.tensor_file import (
+    Apart,
     TensorEntry,
     Written,
     replaced,
@@ -25,6 +26,7 @@ from ps_cli.console.tensor_file import (
     write_tables,
 )
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
+from ps_core.manifest import has_ids
 from ps_core.tables.elements import DType
 from ps_core.tables.optimizers import OptimizerKind
 from ps_core.tables.table import Table, TensorSegment
@@ -50,7 +52,8 @@ def export(url: str, out: Path, prefix: str, optimizer: Path | None, output: Out
         of_rows = [table for table in chosen if table.spec.rows is not None]
         rows = [each for table in of_rows for each in _rows(reader, table)]
         kept = [(entry, [value]) for entry, value in halves.values()]
-        count = write_tables(out, dense, partial(_block, reader), [*rows, *kept])
+        apart = Apart(ids=_imported_ids(reader))
+        count = write_tables(out, dense, partial(_block, reader), [*rows, *kept], apart)
         output.say(f"{out}: {count} tensors of {reader.directory.url}")
         if optimizer is not None:
             _export_state(reader, chosen, optimizer, output)
@@ -76,6 +79,14 @@ def _beside(state: Path) -> Path:
 
 def _block(reader: CheckpointReader, table: Table, block: int) -> bytearray:
     return reader.read(table.spec.name, block)
+
+
+def _imported_ids(reader: CheckpointReader) -> set[str]:
+    """The tensors of a checkpoint that have ids of rows as numbers of another type."""
+    if not reader.manifest.is_imported:
+        return set()
+    names = {tensor.name for table in reader.tables.values() for tensor in table.spec.tensors}
+    return {name for name in names if has_ids(name, names)}
 
 
 def _rows(reader: CheckpointReader, table: Table) -> Iterator[Written]:

@@ -33,7 +33,7 @@ from ps_cli.checkpoint.row_differences import (
 from ps_cli.checkpoint.workers_half import workers_halves
 from ps_cli.console.output import Output
 from ps_cli.console.spool import Spool
-from ps_cli.console.tensor_file import TensorEntry, Written, write_tables
+from ps_cli.console.tensor_file import Apart, TensorEntry, Written, write_tables
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.tables.elements import DType
 from ps_core.tables.table import Table
@@ -73,7 +73,9 @@ def export_since(url: str, since: str, out: Path, prefix: str, output: Output) -
                 beside += [(entry, [value]) for entry, value in kept]
             dense = [table for table in tables if table.spec.rows is None]
             notes = {"since": earlier.directory.name, "checkpoint": later.directory.name}
-            count = write_tables(out, dense, partial(_block, later), beside, unchanged, notes)
+            count = write_tables(
+                out, dense, partial(_block, later), beside, Apart(left_out=unchanged), notes
+            )
         for line in lines:
             output.say(line)
         output.say(

@@ -7,6 +7,7 @@ Rules:
     - A table's tensors follow each other without gaps, in the order of their offsets, and so they
       do in the file. Tables of wide elements come first, so that all offsets are aligned.
     - An integer buffer is written as float64, as its table holds it: its own type is not known.
+      Ids of rows that were imported are known by their names, and written as int64.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,16 @@ from ps_runtime.checkpoint.part_file import ELEMENT_BYTES, LENGTH_BYTES
 
 _NO_NOTES: Mapping[str, str] = MappingProxyType({})
 _STORED = {DType.FLOAT32: "F32", DType.FLOAT16: "F16", DType.BFLOAT16: "BF16", DType.FLOAT64: "F64"}
+
+
+class Apart(NamedTuple):
+    """Names of tensors that are not written as their tables say."""
+
+    left_out: Collection[str] = ()
+    ids: Collection[str] = ()  # int64, whose bits a table of float64 holds
+
+
+_NOTHING_APART = Apart()
 
 ReadBlock = Callable[[Table, int], bytes | bytearray]
 """The values of a block in the table's arithmetic, without padding."""
@@ -52,13 +63,13 @@ def write_tables(
     tables: Iterable[Table],
     read: ReadBlock,
     beside: Sequence[Written] = (),
-    left_out: Collection[str] = (),
+    apart: Apart = _NOTHING_APART,
     notes: Mapping[str, str] = _NO_NOTES,
 ) -> int:
     """Write the tensors of tables, and those `beside` them, and return their number.
 
-    Tensors of the tables whose names are in `left_out` are not written, and blocks of which nothing
-    is written are not read. `notes` are as those of `write_file`.
+    Tensors of the tables that are left out are not written, and blocks of which nothing is written
+    are not read. `notes` are as those of `write_file`.
 
     Raises:
         InvalidConfig: two tables have a tensor of the same name, or the file cannot be written.
@@ -75,15 +86,16 @@ def write_tables(
                     f"tensor '{tensor.name}' is in table '{other}' and in '{name}'; expected one: "
                     "choose the tables of one model"
                 )
-            if tensor.name not in left_out:
-                entries.append(TensorEntry(tensor.name, dtype, tensor.shape))
+            if tensor.name not in apart.left_out:
+                own = "I64" if tensor.name in apart.ids else dtype
+                entries.append(TensorEntry(tensor.name, own, tensor.shape))
     pieces: dict[int, list[Iterable[bytes | bytearray]]] = {}  # by the bytes of an element
     for table in ordered:
         width = ELEMENT_BYTES[_STORED[table.spec.dtype]]
-        pieces.setdefault(width, []).append(_values(table, read, left_out))
-    for entry, own in beside:
+        pieces.setdefault(width, []).append(_values(table, read, apart.left_out))
+    for entry, values in beside:
         entries.append(entry)
-        pieces.setdefault(ELEMENT_BYTES[entry.dtype], []).append(own)
+        pieces.setdefault(ELEMENT_BYTES[entry.dtype], []).append(values)
     entries.sort(key=lambda entry: -ELEMENT_BYTES[entry.dtype])
     by_width = (pieces[width] for width in sorted(pieces, reverse=True))
     chained = itertools.chain.from_iterable(itertools.chain.from_iterable(by_width))

@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from ps_cli.checkpoint.export import export
 from ps_cli.checkpoint.import_weights import _empty_store, _opened, _Source, _write, import_model
 from ps_cli.console.output import Output
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, InvariantViolation
@@ -307,3 +308,21 @@ def test_an_import_that_is_broken_off_leaves_nothing(tmp_path: Path) -> None:
         _write(store, [_Source("a", DType.FLOAT32, (3,), broken_off)], "", "imported")
     assert not list(tmp_path.iterdir())
     _empty_store(str(tmp_path))
+
+
+def test_what_was_imported_is_exported_with_its_ids(tmp_path: Path) -> None:
+    found = {
+        "users/ids": torch.tensor([5, -3, 2**62 + 1]),
+        "users/rows": torch.ones(3, 4),
+        "wide": torch.randn(7, dtype=torch.float64),
+        "posts/ids": torch.tensor([9, 2**63 - 1]),
+        "posts/rows": torch.zeros(2, 3, dtype=torch.float64),
+    }
+    url, out = imported(tmp_path, found, "rows.safetensors"), tmp_path / "out.safetensors"
+    assert export(url, out, "", None, Output()) == 0
+    exported = safetensors.torch.load_file(out)
+    assert {name: each.dtype for name, each in exported.items()} == {
+        name: each.dtype for name, each in found.items()
+    }
+    for name, each in found.items():
+        assert torch.equal(exported[name], each), name
