@@ -99,22 +99,27 @@ def earlier_checkpoints(plan: CheckpointPlan, output: Output) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class RunBeginning:
-    """A run's cluster, and the checkpoint that it began from; each empty if it is not known."""
+    """A run's cluster, the checkpoint that it began from, and its timeline; each empty if it is not
+    known. A restore in place changes the latter two.
+    """
 
     cluster_id: str = ""
     restored_from: str = ""
+    timeline: bytes = b""
 
 
 def tell_how_to_go_on(
     plan: CheckpointPlan, earlier: Collection[str], beginning: RunBeginning, output: Output
 ) -> None:
     """Print the checkpoint from which a run that has failed can go on, if there is one: the newest
-    good one of its cluster, which is none of the `earlier`, or the one that it began from.
+    good one of its cluster and timeline, which is none of the `earlier`, or the one that it began
+    from. What a restore in place has left behind is none.
     """
     newest = beginning.restored_from
     with contextlib.suppress(PushpullError):
         if plan.url and beginning.cluster_id:
-            own = CheckpointStore(plan.url).newest_good(earlier, beginning.cluster_id)
+            of_run = beginning.cluster_id, beginning.timeline
+            own = CheckpointStore(plan.url).newest_good(earlier, *of_run)
             newest = newest if own is None else own.url
     if newest:
         output.complain(f"to go on from its newest checkpoint: --resume {newest}")

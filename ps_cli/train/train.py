@@ -43,7 +43,6 @@ from ps_runtime.launch.cluster_shape import ClusterShape
 from ps_runtime.launch.launcher import RoleExit, start_scheduler, start_servers, worker_command
 from ps_runtime.launch.role_environment import thread_count
 from ps_runtime.system.capacity import usable_core_count
-from pushpull.v1 import scheduler_pb2
 
 LIVE_INTERVAL_S = 0.5
 """Between two views of the live table: workers report each second."""
@@ -235,11 +234,12 @@ class TrainRun:
     async def _look(self) -> None:
         with contextlib.suppress(PushpullError):
             async with SchedulerQuery(self._scheduler) as query:
-                self._observe(await query.status())
+                await self._observe(query)
 
-    def _observe(self, status: scheduler_pb2.GetClusterStatusResponse) -> None:
+    async def _observe(self, query: SchedulerQuery) -> None:
+        status, session = await query.status(), await query.session()
         shape, view = self._settings.shape, status.view
-        self._beginning = RunBeginning(view.cluster_id, view.restored_from)
+        self._beginning = RunBeginning(view.cluster_id, view.restored_from, session.timeline)
         self._awaited = still_awaited(status, shape.server_count, shape.worker_count)
         self._rates.observe(worker_samples(status, time.monotonic()))
         self._checkpoints.observe(status.checkpoints)
@@ -280,7 +280,7 @@ class TrainRun:
         shown_s = -math.inf
         while True:
             try:
-                self._observe(await query.status())
+                await self._observe(query)
                 self._note = ""
             except PushpullError as error:
                 self._note = f"(the scheduler does not answer: {error.message})"

@@ -81,14 +81,17 @@ class CheckpointStore:
         return [(name, self.judged(name)) for name in self.names()]
 
     def newest_good(
-        self, but: Collection[str] = (), cluster_id: str = ""
+        self, but: Collection[str] = (), cluster_id: str = "", timeline: bytes = b""
     ) -> CheckpointDirectory | None:
         """The newest good checkpoint, `but` for those of these names, of any cluster or the named
-        one. Blocking: reads manifests and headers until it is found.
+        one, and of any of its timelines or one. Blocking: reads manifests and headers until it is
+        found.
         """
         for name in reversed(self.names()):
             found = None if name in but else self.judged(name)
-            if isinstance(found, Manifest) and cluster_id in ("", found.cluster_id):
+            if not isinstance(found, Manifest) or cluster_id not in ("", found.cluster_id):
+                continue
+            if timeline in (b"", found.timeline):
                 return self.named(name)
         return None
 
