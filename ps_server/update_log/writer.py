@@ -9,6 +9,8 @@ Rules:
       ranges would wait, and nobody take them over.
     - The header of a writer's first segment is synced, whatever the setting: it shows after a power
       cut that something followed, even if nothing else of that is left.
+    - A log without sync that is closed has the disk take all of it, and then a last segment, which
+      has a header only and counts as synced: it shows the next boot that nothing is lost.
     - Before a synced log is written to, the disk has all that its last writers left unsynced. Those
       syncs alone may last longer: nothing bounds their bytes.
     - A synced log syncs every `_SYNC_BYTES`, or little more, within a group too: a sync of more
@@ -98,14 +100,17 @@ class Written:
 
 
 class _NextSegment(NamedTuple):
-    """Frames go to another segment from here on, which begins with `first`."""
+    """Frames go to another segment from here on, which begins with `first`; the last one has no
+    more than that.
+    """
 
     number: int
     first: Sequence[LogItem]
+    is_last: bool = False
 
 
 class _UnsyncedSegment(NamedTuple):
-    """A former writer, without sync, wrote this segment; what is written next is worth no more."""
+    """This segment was written without sync; what is written next is worth no more."""
 
     number: int
 
@@ -151,8 +156,9 @@ class UpdateLog:
         self._loop = asyncio.get_running_loop()
         self._writer = _Writer(directory, setting.is_synced, self._queue, self._said)
         self._stall, self._waits = DiskStall(), False
-        for number in unsynced if setting.is_synced else ():
-            self._queue.put(_UnsyncedSegment(number))
+        self._is_synced, self._unsynced = setting.is_synced, set(unsynced)
+        if self._is_synced:
+            self._have_synced()
         self._next_segment()
         self._writer.start()
 
@@ -177,14 +183,24 @@ class UpdateLog:
         if self.segments.is_full(state_bytes):
             self._next_segment()
         for number in self.segments.let_go():
+            self._unsynced.discard(number)
             self._queue.put(_OldSegment(number))
 
-    def _next_segment(self) -> None:
+    def _next_segment(self, *, is_last: bool = False) -> None:
         self._header.segment = self.segments.newest + 1
         first = [LogItem(FrameKind.HEADER, ((self._header.SerializeToString(),),))]
-        first += [LogItem(FrameKind.TABLE, ((raw,),)) for raw in self._tables.values()]
+        tables = () if is_last else self._tables.values()
+        first += [LogItem(FrameKind.TABLE, ((raw,),)) for raw in tables]
         number = self.segments.begin(len(MAGIC) + sum(map(_size, first)))
-        self._queue.put(_NextSegment(number, first))
+        self._queue.put(_NextSegment(number, first, is_last))
+        if not self._header.is_synced:
+            self._unsynced.add(number)
+
+    def _have_synced(self) -> None:
+        """Have the disk take what was written without sync."""
+        for number in sorted(self._unsynced):
+            self._queue.put(_UnsyncedSegment(number))
+        self._unsynced.clear()
 
     # --- the thread's reports
 
@@ -218,10 +234,15 @@ class UpdateLog:
             say_of_wait(self._directory.path, waits=self._waits)
 
     async def close(self) -> None:
-        """Write everything that was appended, and release the directory. If the disk does not
-        answer, not even a sync that may last, the lock stays until the process ends.
+        """Write everything that was appended, have the disk take it, and release the directory. If
+        the disk does not answer, not even a sync that may last, the lock stays until the process
+        ends.
         """
         self.on_written = _nothing
+        if not self._is_synced and self.failure is None:
+            self._have_synced()
+            self._header.is_synced = True
+            self._next_segment(is_last=True)
         self._queue.put(None)
         await asyncio.to_thread(self._end)
 
@@ -340,7 +361,7 @@ class _Writer(threading.Thread):
         self._segment, self._offset, self._behind = segment.number, len(MAGIC), WriteBehind()
         for item in segment.first:
             self._put(item)
-        if self._is_synced or is_first:
+        if self._is_synced or is_first or segment.is_last:
             self._sync(self._descriptor)
             with self.operations.under_way():
                 self._disk.sync_directory(self._directory.path)

@@ -40,6 +40,7 @@ from tests.unit.logged_server import (
     Values,
     recovered,
 )
+from tests.unit.power_cut import RecordingDisk, restart_after
 
 STEPS = 5
 SESSION = Session("c", TIMELINE, NodeId(2), Incarnation(102), Role.SERVER)
@@ -322,11 +323,23 @@ def id_of(path: Path) -> bytes:
         return directory.log_id
 
 
+def without_last_segment(path: Path) -> None:
+    """As if the writer had been killed once all was written."""
+    list(segments_in(path).values())[-1].unlink()
+
+
+async def killed(server: LoggedServer) -> None:
+    await server.end()
+    without_last_segment(server.path)
+
+
 def test_a_log_of_another_boot_or_other_kernels_claims_nothing(tmp_path: Path) -> None:
+    """Its server was killed."""
+
     async def scene() -> None:
         server = LoggedServer(tmp_path, 1, Setting())
         await server.push(1)
-        await server.end()
+        await killed(server)
 
     ran(scene)
     contents = scan(segments_in(tmp_path))
@@ -338,6 +351,32 @@ def test_a_log_of_another_boot_or_other_kernels_claims_nothing(tmp_path: Path) -
     assert rebooted == Claimable({}, withheld, 1, is_claimed=False, is_whole=False)
     others = claimable(contents, log_id, boot_id(), "other kernels")
     assert others == Claimable({}, withheld, 1, is_claimed=False)
+
+
+def test_a_log_that_was_closed_outlives_the_boot(tmp_path: Path) -> None:
+    """Two servers wrote it without sync, one after the other; the first was killed. The disk keeps
+    nothing that it was not asked to keep.
+    """
+    disk = RecordingDisk()
+    states: list[Values] = []
+
+    async def scene() -> None:
+        server = LoggedServer(tmp_path / "log", 1, Setting(disk=disk))
+        await server.push(1)
+        written_count = len(disk.operations)
+        await killed(server)
+        del disk.operations[written_count:]
+        server = LoggedServer(tmp_path / "log", 2, Setting(disk=disk))
+        await server.push(2)
+        states.append(server.values)
+        await server.end()
+
+    ran(scene)
+    restart_after(disk.operations, tmp_path, 0, 0.0, tmp_path / "after")
+    contents = scan(segments_in(tmp_path / "after" / "log"))
+    log_id = id_of(tmp_path / "log")
+    assert claimable(contents, log_id, "another boot", KERNELS).starts == contents.starts != {}
+    assert recovered(tmp_path / "after" / "log").values == states[-1]
 
 
 def test_segments_that_a_server_may_not_go_on_with_stay(tmp_path: Path) -> None:
@@ -366,7 +405,7 @@ def test_segments_that_a_server_may_not_go_on_with_stay(tmp_path: Path) -> None:
     for _ in range(3):
         assert not begun_with("other kernels")
     assert recovered(tmp_path).values == before, "the remedy"
-    assert len(segments_in(tmp_path)) == 4
+    assert min(segments_in(tmp_path)) == 1
 
 
 def test_segments_go_of_ranges_that_others_are_seen_to_have(tmp_path: Path) -> None:
@@ -409,6 +448,7 @@ def test_a_synced_log_outlives_the_boot(tmp_path: Path) -> None:
         await log.close()
 
     ran(unsynced)
+    without_last_segment(tmp_path)
     contents = scan(segments_in(tmp_path))
     assert claimable(contents, log_id, boot_id(), KERNELS).starts == contents.starts != {}
     lost = claimable(contents, log_id, "another boot", KERNELS)
