@@ -123,6 +123,7 @@ class Checkpointing:
         self._given_up: deque[str] = deque(maxlen=_GIVEN_UP_COUNT)
         self._tasks: set[asyncio.Task[None]] = set()
         self._looks: set[asyncio.Task[None]] = set()  # for files of workers that leave
+        self._saved_beside_log: set[NodeId] = set()
         self._is_over = False
         self._closing = asyncio.Event()
         self.pruning = asyncio.Lock()
@@ -278,6 +279,24 @@ class Checkpointing:
                     self._with_refusal(said or f"checkpoint {number} is not complete")
                 )
             await asyncio.sleep(min(_POLL_S, max(deadline_s - clock.now_s(), 0.0)))
+
+    async def create_beside_log(self, node_id: NodeId, deadline_s: float) -> None:
+        """Make a checkpoint, or wait for the running one, before a server leaves whose update log
+        alone has values; once for a server, and not while others are awaited. The log has them, so
+        no failure keeps the server.
+        """
+        checkpoints = self._cluster.checkpoints
+        if node_id in self._saved_beside_log or not checkpoints.all_is_here:
+            return
+        self._saved_beside_log.add(node_id)
+        running = self._cluster.view.checkpoint
+        request = scheduler_pb2.CreateCheckpointRequest(
+            reason=f"server {node_id} leaves", covered_by=0 if running is None else running.number
+        )
+        try:
+            await self.create(request, deadline_s)
+        except PushpullError as error:
+            logs.warning("leaves_without_checkpoint", node_id=node_id, reason=error.message)
 
     def _with_refusal(self, said: str) -> str:
         """The message on what a checkpoint waits for, and why the store does not say of one whether

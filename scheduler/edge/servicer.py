@@ -293,6 +293,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         alone is refused after one checkpoint.
         """
         cluster = self._cluster
+        if cluster.settings.checkpoint_url and UNNAMED in cluster.runs_in_log_alone(session):
+            deadline_s = _deadline_s(context.time_remaining())
+            await self.checkpointing.create_beside_log(session.node_id, deadline_s)
+            cluster = self._cluster
         refused = self._carry_out(cluster.refusal_to_leave(session, clock.now_s()))
         if refused is not None:
             raise refused

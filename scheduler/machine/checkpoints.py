@@ -168,10 +168,19 @@ class CheckpointAttempts:
         for busy in tables:
             if busy.proposed is not None:
                 return f"a change of table '{busy.spec.name}' has not ended"
-        away = {p for p in self._primaries(tables) if not self._member(p).state.is_member}
+        away = self._away(tables)
         if away:  # not for good, as nothing is lost
             return f"{self._named(away, now_s)} had values, and nobody has come back with them yet"
         return self._changes.cuts_refusal() if tables else "the cluster has no table yet"
+
+    def _away(self, tables: Iterable[Table]) -> set[NodeId]:
+        """Servers that had values of these tables, and are no members."""
+        return {p for p in self._primaries(tables) if not self._member(p).state.is_member}
+
+    @property
+    def all_is_here(self) -> bool:
+        """True if members have all values that a checkpoint would have."""
+        return not self.lost_words and not self._away(self._state.tables_of(UNNAMED))
 
     @property
     def lost_words(self) -> str:

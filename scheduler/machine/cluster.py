@@ -280,6 +280,10 @@ class Cluster:
         """Runs with values in `held_alone`, the one without a name first."""
         return self._departures.runs_held_alone(self._stopping(session))
 
+    def runs_in_log_alone(self, session: Session) -> list[str]:
+        """See `Departures.runs_in_log_alone`."""
+        return self._departures.runs_in_log_alone(self._stopping(session))
+
     def only_in_servers(self, session: Session, runs: Sequence[str]) -> Recovering:
         """See `Departures.only_in_servers`."""
         return self._departures.only_in_servers(session.node_id, runs)

@@ -5,6 +5,7 @@
     asks --and all of these act on that view---> may leave
     asks --without replicas--------------------> a checkpoint is made, and it may leave
     ... --and has values of runs with a name---> refused: no checkpoint has them
+    asks --its update log has the only copy----> a checkpoint is made if one can be; it may leave
 
 Rules:
     - A holder counts if it acts on a view that was published after others held everything. The
@@ -15,6 +16,9 @@ Rules:
     - Without replicas no other server can take a range. A checkpoint has the values of the run
       without a name; where none can be made, a server leaves at once. Those of the other runs stay
       on it until these are removed, or its grace is over.
+    - Values in the server's update log are not lost, but another release or processor cannot go on
+      with them, and the disk may go. So a checkpoint is made first where all values are served; a
+      server waits for no other server's return, and no failure of a checkpoint keeps it.
 """
 
 from __future__ import annotations
@@ -92,7 +96,15 @@ class Departures:
 
     def runs_held_alone(self, node_id: NodeId) -> list[str]:
         """Runs whose values would be lost if the server left now, the one without a name first."""
-        alone = set(self.held_alone(node_id))
+        return self._runs_of(self.held_alone(node_id))
+
+    def runs_in_log_alone(self, node_id: NodeId) -> list[str]:
+        """Runs whose values only the server's update log had if it left now."""
+        finished = self._state.finished
+        return [] if finished else self._runs_of(self._configurations.in_log_alone(node_id))
+
+    def _runs_of(self, range_ids: Collection[RangeId]) -> list[str]:
+        alone = set(range_ids)
         if not alone:
             return []
         count = len(self._state.ranges)

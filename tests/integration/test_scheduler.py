@@ -425,6 +425,50 @@ def test_a_server_that_alone_has_values_of_a_named_run_stays_and_is_told_which(
     with_scheduler(test, worker_count=1, server_count=1, checkpoint_url=str(tmp_path))
 
 
+def _log_claim(number: int) -> scheduler_pb2.UpdateLogClaim:
+    return scheduler_pb2.UpdateLogClaim(log_id=bytes([number]) * limits.LOG_ID_BYTES)
+
+
+def test_a_checkpoint_is_made_of_what_the_log_of_a_leaving_server_alone_has(tmp_path: Path) -> None:
+    """Another release could not go on with the log. A checkpoint that fails keeps no server, nor do
+    values of a named run.
+    """
+
+    async def test(scheduler: Running) -> None:
+        server = await scheduler.join(Role.SERVER, update_log=_log_claim(1))
+        worker = await scheduler.join(Role.WORKER)
+        await scheduler.create(worker)
+        await scheduler.create(await scheduler.join(Role.WORKER, run="nightly", world_size=1))
+        kept = scheduler_pb2.DeregisterNodeRequest(session=server, only_if_kept=True)
+        leaving = asyncio.ensure_future(scheduler.stub.DeregisterNode(kept, timeout=DEADLINE_S))
+        view = await scheduler.view_where(worker, lambda v: v.checkpoint is not None)
+        assert view.checkpoint is not None
+        assert not leaving.done()
+        failed = scheduler_pb2.ReportCheckpointPartRequest(
+            session=server, number=view.checkpoint.number, problem="the disk is full"
+        )
+        await scheduler.stub.ReportCheckpointPart(failed, timeout=DEADLINE_S)
+        await leaving
+
+    with_scheduler(test, worker_count=1, server_count=1, checkpoint_url=str(tmp_path))
+
+
+def test_a_server_with_a_log_waits_for_no_other_that_has_left_with_one(tmp_path: Path) -> None:
+    """All are told to stop: no checkpoint could be made before the first has come back."""
+
+    async def test(scheduler: Running) -> None:
+        first, second = [
+            await scheduler.join(Role.SERVER, update_log=_log_claim(number)) for number in (1, 2)
+        ]
+        await scheduler.create(await scheduler.join(Role.WORKER))
+        await scheduler.leave(first)
+        kept = scheduler_pb2.DeregisterNodeRequest(session=second, only_if_kept=True)
+        await scheduler.stub.DeregisterNode(kept, timeout=DEADLINE_S)
+        assert not scheduler.servicer.degraded_words
+
+    with_scheduler(test, worker_count=1, checkpoint_url=str(tmp_path))
+
+
 def test_metrics_and_health() -> None:
     async def test(scheduler: Running) -> None:
         await scheduler.beat(await scheduler.join(Role.WORKER))
