@@ -18,7 +18,7 @@ from ps_server.wire.snapshot_wire import snapshot_messages
 from pushpull.v1 import update_log_pb2
 
 _BUSY_BYTES = 8 * 1024 * 1024
-"""No snapshot is taken while more bytes than these wait to be written."""
+"""No snapshot is taken that is not due while more bytes than these wait to be written."""
 
 
 class EncodedLog:
@@ -45,7 +45,8 @@ class EncodedLog:
 
     @property
     def is_busy(self) -> bool:
-        return self._log.queued_bytes > _BUSY_BYTES
+        is_due = self._log.segments.snapshot_is_due
+        return self._log.queued_bytes > _BUSY_BYTES and not is_due
 
     @property
     def lagging(self) -> Sequence[RangeId]:

@@ -37,7 +37,7 @@ class LogWriter(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """True while too much waits to be written for a snapshot."""
+        """True while too much waits to be written for a snapshot, and none is due."""
 
     @property
     def lagging(self) -> Sequence[RangeId]:

@@ -7,6 +7,9 @@ Rules:
       model would begin segments without end. The oldest segments go when the log is above its bound
       and every range begins in a later one.
     - A range that begins in an older segment lags, until a snapshot of it is on its way.
+    - A snapshot is due while the newest segment has more bytes of updates than of snapshots. A disk
+      that is busy is given only what is due, but that it is given: else a log whose updates never
+      pause would grow for ever.
     - Segments with ranges that the server may not go on with are kept, beside the bound. When each
       of these ranges has ended, or begins anew in a later segment, they are segments like others.
     - Frames are written in the order in which they are appended, so a count says which are written.
@@ -53,7 +56,7 @@ class LogSegments:
         self._starts = dict(starts)
         # Beginnings that are not written yet: range, segment; None if the range has ended since.
         self._on_its_way: deque[tuple[RangeId, int] | None] = deque()
-        self._update_bytes = 0  # in the newest segment
+        self._update_bytes = self._snapshot_bytes = 0  # in the newest segment
 
     @property
     def newest(self) -> int:
@@ -80,7 +83,7 @@ class LogSegments:
         """Begin another segment with `byte_count` bytes. Returns its number."""
         number = self.newest + 1
         self._sizes[number] = byte_count
-        self._update_bytes = 0
+        self._update_bytes = self._snapshot_bytes = 0
         return number
 
     def append(self, kind: FrameKind, range_id: RangeId, byte_count: int) -> None:
@@ -89,6 +92,8 @@ class LogSegments:
             self._update_bytes += byte_count
         elif kind in (FrameKind.SNAPSHOT, FrameKind.BEGIN):
             self._on_its_way.append((range_id, self.newest))
+            if kind is FrameKind.SNAPSHOT:
+                self._snapshot_bytes += byte_count
         elif kind is FrameKind.END:
             still = [None if each and each[0] == range_id else each for each in self._on_its_way]
             self._on_its_way = deque(still)
@@ -109,6 +114,11 @@ class LogSegments:
             self._sizes = {**self._kept, **self._sizes}
             self._kept = {}
         self._withheld.discard(range_id)
+
+    @property
+    def snapshot_is_due(self) -> bool:
+        """True if a snapshot may be written though the disk is busy."""
+        return self._update_bytes > self._snapshot_bytes
 
     def is_full(self, state_bytes: int) -> bool:
         """True if another segment should begin; all snapshots have about `state_bytes`."""

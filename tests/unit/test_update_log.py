@@ -26,6 +26,7 @@ from ps_runtime.system.disk import Disk
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.stores import Shards
 from ps_server.update_log.directory import LogDirectory, boot_id, segments_in
+from ps_server.update_log.encoder import EncodedLog
 from ps_server.update_log.format import HEAD_BYTES, MAGIC, FrameKind, frame_bytes, head_at
 from ps_server.update_log.reader import scan
 from ps_server.update_log.recovery import Claimable, claimable, read_log
@@ -184,6 +185,44 @@ def test_old_segments_go_and_the_newest_bases_are_enough(tmp_path: Path) -> None
 
     ran(scene)
     assert sum(each.stat().st_size for each in tmp_path.glob("*.log")) < 120_000
+
+
+class Stopped(Disk):
+    """A disk that takes nothing for a while."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+
+    def write_all(self, descriptor: int, pieces: Sequence[bytes | memoryview], offset: int) -> int:
+        assert self.goes_on.wait(20)
+        return super().write_all(descriptor, pieces, offset)
+
+
+def test_a_disk_that_is_never_idle_is_given_snapshots_too(tmp_path: Path) -> None:
+    """As many bytes as of updates: else no old segment goes, and the log fills the disk."""
+    megabyte = memoryview(bytes(2**20))
+
+    async def scene() -> None:
+        disk = Stopped()
+        server = LoggedServer(tmp_path, 1, Setting(disk=disk))
+        log, encoded = server.log, EncodedLog(server.log, server.node.shards, NotImplemented)
+
+        def append(kind: FrameKind, size_mb: int) -> None:
+            log.append(LogItem(kind, ((megabyte,) * size_mb,), RangeId(0), 1))
+
+        append(FrameKind.RECORD, 20)
+        append(FrameKind.SNAPSHOT, 10)
+        assert not encoded.is_busy
+        append(FrameKind.SNAPSHOT, 12)
+        assert encoded.is_busy
+        append(FrameKind.RECORD, 3)
+        assert not encoded.is_busy
+        log._next_segment()
+        assert encoded.is_busy
+        disk.goes_on.set()
+        await server.end()
+
+    ran(scene)
 
 
 def test_a_server_at_rest_writes_nothing_whatever_its_size(tmp_path: Path) -> None:
