@@ -3,8 +3,8 @@
     request --checked--> a `RangeRead` of each range --the gate lets it--> pieces --> messages
 
 Rules:
-    - A consistent pull, and one of shared values, begins in all ranges at once; other pulls go
-      range after range, since a table has many bytes.
+    - A consistent pull, and one of shared values, begins in all ranges at once, and ranges that
+      refuse it answer first; other pulls go range after range, since a table has many bytes.
     - A short answer that is available is given at once, without a task; a long one piece by piece.
     - On a stream, a pull with a number is answered as soon as possible: one that waits for other
       workers holds up nothing behind it. If too many wait, the next is refused.
@@ -150,6 +150,8 @@ class Pull:
                 while self._left and (self._is_one or not self._reads):
                     await self._node.works.in_turn(self._begin_next)
                     await turns.breathe()
+                    if not self._left:  # of refused reads the caller may not want the rest
+                        self._reads = deque(sorted(self._reads, key=_is_good))
                 read = self._reads[0]
                 if not read.is_answered:
                     for message in _messages(there):
@@ -351,6 +353,10 @@ def _overloaded(request: parameters_pb2.PullRequest) -> list[bytes]:
         retry_after_ms=_RETRY_MS,
     )
     return [range_error(part.range_id, error) for part in request.ranges[: limits.MAX_RANGE_COUNT]]
+
+
+def _is_good(read: RangeRead) -> bool:
+    return not read.is_refused
 
 
 # --- answers as messages

@@ -172,6 +172,11 @@ class RangeRead:
     # --- the answer, piece by piece
 
     @property
+    def is_refused(self) -> bool:
+        """True if the next piece is an error."""
+        return self._refusal is not None
+
+    @property
     def is_done(self) -> bool:
         return self._refusal is None and self._at >= len(self._blocks)
 

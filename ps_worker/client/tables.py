@@ -603,7 +603,7 @@ class Pulls:
         order = self._order(table, raw, None, timeout_s, consistent=consistent)
         order = replace(order, held=held)
         if at is not None:
-            order = replace(order, clock=at.clock, cut=at.cut, is_reader=False)
+            order = replace(order, **at._asdict(), is_reader=False)
         return PullTicket(table.table, self._connection.loop.start(self._engine.pull(order)))
 
     def start_blocks(

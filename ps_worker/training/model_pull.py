@@ -238,7 +238,7 @@ def _pull_at_one_clock(pulls: Sequence[_TablePull], end_s: float) -> int:
         if clock is None:
             clock = _pull([smallest], consistent=True, end_s=end_s)
         try:
-            _attempt(pulls, clock, min(end_s, now_s() + _ATTEMPT_S))
+            _attempt(pulls, Moment(clock, now_s() + _ATTEMPT_S), end_s)
             return clock
         except AlreadyPast as past:
             margin = max(1, 2 * margin)
@@ -266,7 +266,7 @@ def _pull_by_cut(pulls: Sequence[_TablePull], end_s: float) -> int | None:
                 clock = max(clock + pull.birth for pull, clock in zip(pulls, clocks, strict=True))
                 if _has_asp(pulls, clock):
                     return None
-                _attempt(pulls, clock, now_s() + lasts_s, cut)
+                _attempt(pulls, Moment(clock, now_s() + lasts_s, cut), end_s)
                 return clock
         except PushpullError as error:  # a server or a worker took too long, or is gone
             if not (is_curable(error) or isinstance(error, AlreadyPast)):
@@ -276,7 +276,7 @@ def _pull_by_cut(pulls: Sequence[_TablePull], end_s: float) -> int | None:
             time.sleep(backoff.next_s(error))
 
 
-def _attempt(pulls: Sequence[_TablePull], clock: int, end_s: float, cut: int = 0) -> None:
+def _attempt(pulls: Sequence[_TablePull], at: Moment, end_s: float) -> None:
     """Pull all tables at one clock; raises once none of them is being written any more:
     InvalidConfig if a table needs a cut there, AlreadyPast if one is past it, whose `clock` counts
     from the model's birth, or WaitExpired.
@@ -284,7 +284,7 @@ def _attempt(pulls: Sequence[_TablePull], clock: int, end_s: float, cut: int = 0
     mixed: InvalidConfig | None = None
     failure: AlreadyPast | WaitExpired | None = None
     for pull in pulls:
-        pull.start(True, end_s, Moment(max(clock - pull.birth, 0), cut))
+        pull.start(True, end_s, at._replace(clock=max(at.clock - pull.birth, 0)))
     for pull in pulls:
         try:
             pull.pending.wait()

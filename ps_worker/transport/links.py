@@ -45,6 +45,9 @@ Answer = tuple[parameters_pb2.BlockValue, memoryview] | parameters_pb2.PullRespo
 
 SESSION_DEADLINE_S = 10.0
 STATS_DEADLINE_S = 5.0
+SILENCE_S = 5.0
+"""A call in which nothing comes for so much longer than its request may wait is given up: its
+server may be paused."""
 MAX_INTERNAL_COUNT = 5
 """A server that fails so often in a row, without an answer between, has failed for good."""
 
@@ -78,6 +81,7 @@ class LinkSetting:
     lane: str
     refused: Callable[[PushpullError], None]
     is_stopped_here: Callable[[], bool] = lambda: False
+    silence_s: float = SILENCE_S
 
 
 class ServerCalls:
@@ -317,14 +321,34 @@ class ServerLink:
     ) -> None:
         """Pull, and give `take` each message of the answer when it comes. A small answer comes on
         the push stream, if there is one, because opening a stream costs more than such an answer.
+        WaitExpired after `timeout_s`, or if the server is silent.
         """
+        silence_s = request.deadline_ms / 1000 + self._setting.silence_s
         if is_small and self._stream is not None:
-            await self._stream.pull(request, timeout_s, lambda answer: take(_small_answer(answer)))
+            whole_s = min(timeout_s, silence_s)
+            await self._stream.pull(request, whole_s, lambda answer: take(_small_answer(answer)))
             return
         request.session.CopyFrom(self._setting.identity)
-        call: ServerCall | None = None
         try:
             async with self._by_server():
+                await self._call_pull(request, timeout_s, silence_s, take)
+        except PushpullError as error:
+            if isinstance(error, Recovering):
+                self.trouble.note(error)
+            raise
+
+    async def _call_pull(
+        self,
+        request: parameters_pb2.PullRequest,
+        timeout_s: float,
+        silence_s: float,
+        take: Callable[[Answer], None],
+    ) -> None:
+        """Pull by a call of its own, which may last while its answer comes."""
+        call: ServerCall | None = None
+        now = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(silence_s) as silence:
                 call = await self._calls.pull(request, timeout_s)
                 async for raw in call:
                     found = split(raw, _BLOCK_FIELD, _PAYLOAD_FIELD)
@@ -332,10 +356,10 @@ class ServerLink:
                         take(parameters_pb2.PullResponse.FromString(cast(bytes, raw)))
                     else:
                         take((parameters_pb2.BlockValue.FromString(found[0]), found[1]))
-        except PushpullError as error:
-            if isinstance(error, Recovering):
-                self.trouble.note(error)
-            raise
+                    if not silence.expired():
+                        silence.reschedule(now() + silence_s)
+        except TimeoutError:
+            raise WaitExpired(f"nothing of an answer came for {silence_s:.1f} s") from None
         finally:
             if call is not None:
                 call.cancel()

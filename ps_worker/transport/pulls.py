@@ -21,6 +21,8 @@ Rules of a reader's consistent pull, which gives one state of a whole table whil
       by a cut, which gives one state under every setting.
     - A range that moves or answers WaitExpired has let go of its cut. The pull then ends at once,
       and the reader cuts again.
+    - Servers wait for the clock for the time of an attempt. Values that they have decided on travel
+      for as long as the caller waits.
 
 Only the background loop calls this, except methods marked for any thread.
 """
@@ -28,6 +30,7 @@ Only the background loop calls this, except methods marked for any thread.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections import deque
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -78,9 +81,6 @@ from pushpull.v1 import parameters_pb2
 ATTEMPT_S = 10.0
 """The longest that one request waits at a server, which then answers whom it waits for."""
 
-_CALL_GRACE_S = 5.0
-"""A call ends so much later than its request's deadline, to notice a paused server."""
-
 _LAST_GRACE_S = 1.0
 """A call ends at most so much after the caller's deadline: its last answer says who is missing."""
 
@@ -104,6 +104,8 @@ class PullOrder:
     is_reader: bool
     deadline_s: float
     steps: TableSteps
+    attempt_end_s: float = math.inf
+    """The end of this attempt at the clock: servers wait no longer, and nothing is asked again."""
     cut: int = 0
     """The reader's number of the cut that holds the clock; 0: none."""
     array: str = ""
@@ -222,9 +224,9 @@ class Puller:
             self._counters.waits.pop(order, None)
 
     async def pause(self, order: PullOrder, backoff: Backoff, error: PushpullError) -> None:
-        """Wait before the next attempt; raise if there is no time for one."""
+        """Wait before the next request; raise if there is no time for one."""
         wait_s = backoff.next_s(error)
-        if now_s() + wait_s < order.deadline_s:
+        if now_s() + wait_s < min(order.deadline_s, order.attempt_end_s):
             await asyncio.sleep(wait_s)
             return
         if isinstance(error, WaitExpired):
@@ -295,27 +297,30 @@ class Puller:
         server: NodeId | None,
         ranges: list[RangeId],
     ) -> list[PushpullError]:
-        left_s = max(progress.order.deadline_s - now_s(), 0.001)
-        wait_s = min(left_s, ATTEMPT_S)
-        call_s = min(wait_s + _CALL_GRACE_S, left_s + _LAST_GRACE_S)
+        order = progress.order
+        left_s = max(order.deadline_s - now_s(), 0.001)
+        wait_s = max(min(left_s, order.attempt_end_s - now_s(), ATTEMPT_S), 0.001)
         request = _request(progress, view, ranges, wait_s)
         errors: list[PushpullError] = []
         try:
             link = self.link(server)
-            row_bytes = _row_bytes(progress.order, ranges, progress.wanted)
+            row_bytes = _row_bytes(order, ranges, progress.wanted)
             asked = _ServerRequest(progress, view, self._lane(link, progress, row_bytes))
             request.shared = asked.lane is not None
-            is_small = request.shared or progress.order.raw.nbytes <= limits.STREAM_READ_BYTES
+            is_small = request.shared or order.raw.nbytes <= limits.STREAM_READ_BYTES
 
             def take(answer: Answer) -> None:
-                errors.extend(self._take(asked, answer))
+                for error in self._take(asked, answer):
+                    if not _may_be_cured(order, error):
+                        raise error  # the rest of the answer is for nothing
+                    errors.append(error)
 
             async with asyncio.timeout(None) as patience:
                 self._unanswered[patience] = server, ranges
                 if asked.lane is not None and row_bytes:
                     asked.lane.row_bytes += row_bytes
                 try:
-                    await link.pull(request, call_s, take, is_small=is_small)
+                    await link.pull(request, left_s + _LAST_GRACE_S, take, is_small=is_small)
                     await self._end_copying(asked)
                 finally:
                     if asked.copying:  # they write into `raw`
@@ -628,9 +633,12 @@ def named_by_block(
 
 
 class Moment(NamedTuple):
-    """The moment of a consistent pull: a clock, and the cut that holds it, or 0."""
+    """The moment of a consistent pull: a clock, the end of the attempt at it, and the cut that
+    holds it, or 0.
+    """
 
     clock: int
+    attempt_end_s: float = math.inf
     cut: int = 0
 
 
@@ -662,10 +670,10 @@ class ConsistentPuller:
         margin = 0
         clock = await self._newest_clock(order)
         while True:
-            deadline_s = min(order.deadline_s, now_s() + ATTEMPT_S)
+            attempt_end_s = now_s() + ATTEMPT_S
             try:
                 return await self._puller.pull_at(
-                    replace(order, clock=clock, deadline_s=deadline_s)
+                    replace(order, clock=clock, attempt_end_s=attempt_end_s)
                 )
             except AlreadyPast as past:
                 margin = max(1, 2 * margin)
@@ -715,7 +723,7 @@ class ConsistentPuller:
             if self._newest(order).is_asp(clock):
                 return None
             end_s = now_s() + lasts_s
-            at = replace(order, clock=clock, cut=cut, deadline_s=end_s)
+            at = replace(order, clock=clock, cut=cut, attempt_end_s=end_s)
             return await self._puller.pull_at(at)
         finally:
             await self.end_cut(cut, [order.table])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -33,6 +33,7 @@ from ps_core.tables.elements import NATIVE_CODEC, DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_runtime.cluster import wire
+from ps_runtime.grpc.errors import error_to_proto
 from ps_runtime.system.clock import now_s
 from ps_worker.spec.values import Region
 from ps_worker.steps.counters import Counters
@@ -50,7 +51,7 @@ MODEL = table([6 * 64])
 RANGE_COUNT = 2
 BY_RANGE = MODEL.blocks_by_range(RANGE_COUNT)
 
-Answers = Callable[[parameters_pb2.PullRequest], Sequence[Answer | PushpullError]]
+Answers = Callable[[parameters_pb2.PullRequest], Iterable[Answer | PushpullError]]
 
 
 def view_of(
@@ -678,6 +679,59 @@ def check_read_by_cut(order: PullOrder, *links: Readable) -> None:
         assert link.requests[-1].consistent
         assert (link.requests[-1].clock, link.requests[-1].cut > 0) == (9, True)
         assert link.cuts == []
+
+
+@dataclass(eq=False)
+class Far(Readable):
+    """A server whose answer to a read takes so long to travel."""
+
+    travels_s: float = 60.0
+
+    async def pull(
+        self,
+        request: parameters_pb2.PullRequest,
+        timeout_s: float,
+        take: Callable[[Answer], None],
+        *,
+        is_small: bool,
+    ) -> None:
+        assert request.deadline_ms <= 10_000, "servers wait for the clock no longer than before"
+        assert len(self.requests) < 3, "it is asked again and again"
+        await super().pull(request, timeout_s, take if timeout_s > self.travels_s else _nothing,
+                           is_small=is_small)  # fmt: skip
+        if timeout_s <= self.travels_s:
+            raise WaitExpired("DEADLINE_EXCEEDED")
+
+
+def _nothing(_: Answer) -> None:
+    """It came too late."""
+
+
+@pytest.mark.parametrize("text", ["bsp", "ssp:2"])
+def test_values_may_travel_for_as_long_as_the_reader_waits(text: str) -> None:
+    far = Far(whole)
+    order, _ = reading(text, far, Far(whole), lasts_s=100.0)
+    check_values(order)
+    assert len(far.requests) == 1
+
+
+def test_an_answer_that_says_that_a_clock_is_past_is_read_no_further() -> None:
+    """The values behind it may take minutes to come."""
+    read: list[int] = []
+
+    def past(request: parameters_pb2.PullRequest) -> Iterator[Answer | PushpullError]:
+        if len(one.requests) == 1:
+            error = error_to_proto(AlreadyPast("past", clock=9))
+            refused = parameters_pb2.RangeError(range_id=0, error=error)
+            yield parameters_pb2.PullResponse(error=refused)
+            read.append(1)
+        yield from whole(request)
+
+    one = Readable(past)
+    order, _ = reading("bsp", one, Readable(whole))
+    check_values(order)
+    assert [request.clock for request in one.requests] == [7, 10]
+    assert not read
 
 
 def test_before_a_table_becomes_asp_it_is_read_by_a_cut() -> None:

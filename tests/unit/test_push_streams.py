@@ -15,7 +15,7 @@ from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.ranges.events import ReplyTo, Sender
 from ps_server.ranges.read_gate import WaitCause
 from ps_server.service.node import ParameterNode
-from ps_server.service.pull import StreamPulls
+from ps_server.service.pull import Pull, StreamPulls
 from ps_server.service.push_stream import PushStream
 from ps_server.service.unread_answers import UnreadAnswers
 from pushpull.v1 import parameters_pb2, types_pb2
@@ -27,11 +27,13 @@ SERVER = Session("c", bytes(16), NodeId(2), Incarnation(2), Role.SERVER)
 RECEIVED = ReplyTo(Sender(Incarnation(1), 0, 1), ReplyKind.RECEIVED, TableId(1), RangeId(0), 1)
 
 
-def a_node() -> ParameterNode:
-    """A server of one range of one table."""
+def a_node(range_count: int = 1) -> ParameterNode:
+    """A server of all ranges of one table."""
     node = ParameterNode(SERVER, bytes(16), 1, ServerMetrics(CollectorRegistry()), lambda: 0.0)
-    (slots,) = key_ranges(1)
-    ranges = (RangeAssignment(RangeId(0), slots, AssignmentEpoch(1), SERVER.node_id),)
+    ranges = tuple(
+        RangeAssignment(RangeId(number), slots, AssignmentEpoch(1), SERVER.node_id)
+        for number, slots in enumerate(key_ranges(range_count))
+    )
     node.observe(ClusterView(1, "c", 1, 1, (), ranges, (make_table(),)))
     node.works.finish()
     return node
@@ -162,3 +164,18 @@ def test_an_outcome_takes_the_place_of_what_has_not_left() -> None:
         ]
 
     asyncio.run(whole())
+
+
+def test_the_range_that_refuses_a_consistent_read_answers_first() -> None:
+    """The reader begins anew, and does not wait for the values of the others."""
+
+    async def whole() -> None:
+        request = parameters_pb2.PullRequest(table_id=1, consistent=True)
+        for range_id, assignment_epoch in ((0, 1), (1, 2)):
+            request.ranges.add(range_id=range_id, assignment_epoch=assignment_epoch)
+        parts = [part async for part in Pull(a_node(2), request, SESSION).parts()]
+        kinds = [parameters_pb2.PullResponse.FromString(part).WhichOneof("part") for part in parts]
+        assert kinds[0] == "error"
+        assert set(kinds[1:]) == {"block"}
+
+    asyncio.run(asyncio.wait_for(whole(), 10.0))
