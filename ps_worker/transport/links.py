@@ -7,6 +7,7 @@ Rules:
     - A process that answers at a server's address is that server only once its OpenSession says so
       (`ps_runtime.cluster.node_identity`); until then the address is dead, whatever the answer.
     - A server's refusal that would end this client counts only after a new proof of its identity.
+    - Pulls beyond those that a server takes at once wait here for a free one, in their order.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ STATS_DEADLINE_S = 5.0
 SILENCE_S = 5.0
 """A call in which nothing comes for so much longer than its request may wait is given up: its
 server may be paused."""
+PULL_CALL_COUNT = 96
+"""Calls of pulls that are open at once: a server takes 100 on a connection. The push stream is one
+more."""
 MAX_INTERNAL_COUNT = 5
 """A server that fails so often in a row, without an answer between, has failed for good."""
 
@@ -209,9 +213,17 @@ class Trouble:
         self._is_taken = is_taken
         self._reason = error.message
 
+    def answered(self) -> None:
+        """End the trouble: a call was answered. Where another process had the address, a session
+        alone proves that the server is back.
+        """
+        if not self._is_taken:
+            self.end()
+
     def end(self) -> None:
         if self._reason:
             self._reason = ""
+            self._is_taken = False
             logs.info("server_reached", server=self._node.node_id, address=self._node.address)
 
     def _log(self, event: str, error: PushpullError, *, is_odd: bool) -> None:
@@ -236,6 +248,7 @@ class ServerLink:
         self._lane: SharedLane | None = None
         self._unheard_count = 0
         self._lane_lock = asyncio.Lock()
+        self._pull_calls = asyncio.Semaphore(PULL_CALL_COUNT)
         self._task: asyncio.Task[None] | None = None
         self.trouble = Trouble(node, setting.is_stopped_here)
 
@@ -324,18 +337,26 @@ class ServerLink:
         WaitExpired after `timeout_s`, or if the server is silent.
         """
         silence_s = request.deadline_ms / 1000 + self._setting.silence_s
-        if is_small and self._stream is not None:
-            whole_s = min(timeout_s, silence_s)
-            await self._stream.pull(request, whole_s, lambda answer: take(_small_answer(answer)))
-            return
-        request.session.CopyFrom(self._setting.identity)
+        end_s = now_s() + timeout_s
+        stream = self._stream if is_small else None
+        free = self._pull_calls if stream is None else stream.free_pulls
+        await _acquired(free, timeout_s)
         try:
+            left_s = max(end_s - now_s(), 0.001)
+            if stream is not None:
+                left_s = min(left_s, silence_s)
+                await stream.pull(request, left_s, lambda answer: take(_small_answer(answer)))
+                self.trouble.answered()
+                return
+            request.session.CopyFrom(self._setting.identity)
             async with self._by_server():
-                await self._call_pull(request, timeout_s, silence_s, take)
-        except PushpullError as error:
-            if isinstance(error, Recovering):
+                await self._call_pull(request, left_s, silence_s, take)
+        except Recovering as error:
+            if stream is None:
                 self.trouble.note(error)
             raise
+        finally:
+            free.release()
 
     async def _call_pull(
         self,
@@ -410,6 +431,8 @@ class ServerLink:
             if came_by_wire and not is_curable(error):
                 await self._open_session(self._view_number, STATS_DEADLINE_S)
             raise
+        else:
+            self.trouble.answered()
 
     # --- the push stream
 
@@ -449,13 +472,17 @@ class ServerLink:
             self._stream = stream
             listener.stream_opened(server)
 
+        def replied(replies: parameters_pb2.PushResponse) -> None:
+            self.trouble.answered()
+            listener.replies(server, replies)
+
         try:
             await stream.run(
                 parameters_pb2.StreamHeader(
                     session=self._setting.identity, receiver_node_id=server
                 ),
                 opened,
-                lambda replies: listener.replies(server, replies),
+                replied,
             )
         finally:
             # The push window sends again what this stream had not delivered.
@@ -608,6 +635,19 @@ def _small_answer(response: parameters_pb2.PullResponse) -> Answer:
     if response.HasField("block"):
         return response.block, memoryview(response.block.payload)
     return response
+
+
+async def _acquired(free: asyncio.Semaphore, timeout_s: float) -> None:
+    """Wait for one that is free; WaitExpired if none is in time."""
+    if not free.locked():
+        await free.acquire()
+        return
+    try:
+        async with asyncio.timeout(timeout_s):
+            await free.acquire()
+    except TimeoutError:
+        words = f"earlier pulls of this process were not answered within {timeout_s:.1f} s"
+        raise WaitExpired(words) from None
 
 
 @contextlib.contextmanager

@@ -183,6 +183,8 @@ class PushPullStream:
         self._call = call
         self._outbox = Outbox()
         self.put = self._outbox.put
+        self.free_pulls = asyncio.Semaphore(limits.MAX_STREAM_READ_COUNT)
+        """Pulls that the server takes beside the open ones. For the callers of `pull`."""
         self._pulls: dict[int, _StreamPull] = {}
         self._numbers = itertools.count(1)
         self._end: PushpullError | None = None
