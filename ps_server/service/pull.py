@@ -166,11 +166,13 @@ class Pull:
                     if self._lists_rows:
                         await self._node.works.done(read.listing())
                     there += read.next()
-                    if len(there) >= limits.SLICE_BLOCK_COUNT or not self._is_one:
+                    is_full = byte_count > 0 or len(there) >= limits.SLICE_BLOCK_COUNT
+                    if is_full or not self._is_one:
                         for message in _messages(there):
                             yield message
+                            reader.took(len(message))
                         there = []
-                    reader.count(-byte_count)
+                        reader.end()
                     await turns.breathe()
                 self._reads.popleft()
             for message in _messages(there):

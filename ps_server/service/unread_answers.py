@@ -2,7 +2,8 @@
 
 Rules:
     - Answers to pulls are bounded for the whole server: one beyond the bound waits for others.
-    - A call that reads nothing for a while is cut when others wait, the slowest first.
+    - A call that reads nothing for a while is cut when others wait, the slowest first. One at a
+      time: what it held, and what others read meanwhile, may be enough.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class UnreadAnswers:
         self._patience_s = patience_s
         self._most_bytes = most_bytes
         self._since_s: dict[Reader, float] = {}  # of unread answers, the longest unread first
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._waiting: dict[asyncio.Future[None], int] = {}
+        self._cut_s = float("-inf")
         self.byte_count = 0
 
     def reader(self, call: asyncio.Task[object] | None = None) -> Reader:
@@ -46,9 +48,9 @@ class UnreadAnswers:
         while not self.has_space(byte_count):
             self._cut()
             change = asyncio.get_running_loop().create_future()
-            self._waiting.add(change)
+            self._waiting[change] = byte_count
             await asyncio.wait([change], timeout=self._patience_s)
-            self._waiting.discard(change)
+            self._waiting.pop(change, None)
 
     def count(self, reader: Reader, byte_count: int) -> None:
         """Add to the unread bytes of `reader`; a negative number: it has read."""
@@ -56,21 +58,24 @@ class UnreadAnswers:
         reader.byte_count += byte_count
         if byte_count < 0:
             self._since_s.pop(reader, None)
-            for change in self._waiting:
-                if not change.done():
+            for change, wanted_bytes in self._waiting.items():
+                if self.has_space(wanted_bytes) and not change.done():
                     change.set_result(None)
-            self._waiting = set()
         if reader.byte_count > 0:
             self._since_s.setdefault(reader, self._now())
 
     def _cut(self) -> None:
-        """Cut the call that has read nothing for the longest time, if that is long."""
-        for reader, since_s in self._since_s.items():
-            if self._now() - since_s >= self._patience_s:
-                del self._since_s[reader]
-                if reader.task is not None:
-                    reader.task.cancel("its answers are not read, and others wait")
+        """Cut the call that has read nothing for the longest time, if that is long, and if none was
+        cut just now.
+        """
+        now_s = self._now()
+        reader = next(iter(self._since_s), None)
+        if reader is None or now_s - max(self._since_s[reader], self._cut_s) < self._patience_s:
             return
+        self._cut_s = now_s
+        del self._since_s[reader]
+        if reader.task is not None:
+            reader.task.cancel("its answers are not read, and others wait")
 
 
 class Reader:
@@ -89,6 +94,10 @@ class Reader:
     def count(self, byte_count: int) -> None:
         """Count bytes for which `UnreadAnswers` has space; below 0: that the reader has taken."""
         self._unread.count(self, byte_count)
+
+    def took(self, byte_count: int) -> None:
+        """Count a message that the reader has taken, which is a little longer than its payload."""
+        self.count(-min(byte_count, self.byte_count))
 
     def end(self) -> None:
         if self.byte_count:

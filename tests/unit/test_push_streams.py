@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from ps_core import limits
@@ -177,5 +178,23 @@ def test_the_range_that_refuses_a_consistent_read_answers_first() -> None:
         kinds = [parameters_pb2.PullResponse.FromString(part).WhichOneof("part") for part in parts]
         assert kinds[0] == "error"
         assert set(kinds[1:]) == {"block"}
+
+    asyncio.run(asyncio.wait_for(whole(), 10.0))
+
+
+@pytest.mark.parametrize("is_consistent", [False, True])
+def test_an_answer_is_read_message_by_message(is_consistent: bool) -> None:
+    """A call is cut if it reads nothing for a while: a piece of an answer may take longer."""
+
+    async def whole() -> None:
+        node = a_node()
+        request = parameters_pb2.PullRequest(table_id=1, consistent=is_consistent)
+        request.ranges.add(range_id=0, assignment_epoch=1)
+        unread = [node.unread.byte_count async for _ in Pull(node, request, SESSION).parts()]
+        assert len(unread) == 4
+        assert min(unread) > 0
+        assert unread == sorted(unread, reverse=True)
+        assert unread[0] > unread[-1]
+        assert node.unread.byte_count == 0
 
     asyncio.run(asyncio.wait_for(whole(), 10.0))

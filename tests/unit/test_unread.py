@@ -71,9 +71,40 @@ def test_who_reads_nothing_is_cut_and_who_reads_goes_on() -> None:
         fourth = asyncio.create_task(unread.reader().put(50))
         await asyncio.wait([fourth], timeout=5 * PATIENCE_S)
         assert not any(task.done() for task in (reads, third, fourth)), "nobody is cut too early"
-        now_s += PATIENCE_S
+        now_s += 1.5 * PATIENCE_S
         await asyncio.wait([reads])
         await fourth
         third.cancel()
 
     asyncio.run(whole())
+
+
+def test_one_call_at_a_time_is_cut_however_many_wait() -> None:
+    """What it held may be enough, with what the others read meanwhile."""
+    now_s = 0.0
+
+    async def whole() -> None:
+        nonlocal now_s
+        unread = UnreadAnswers(lambda: now_s, MOST, PATIENCE_S)
+
+        async def call(byte_count: int) -> None:
+            reader = unread.reader()
+            try:
+                await reader.put(byte_count)
+                await asyncio.Event().wait()
+            finally:
+                reader.end()
+
+        slow = [asyncio.create_task(call(10)) for _ in range(10)]
+        await asyncio.wait(slow, timeout=0)
+        waiting = [asyncio.create_task(call(15)) for _ in range(5)]
+        for cut_count in (1, 2):
+            now_s += 1.5 * PATIENCE_S
+            await asyncio.wait(slow[cut_count - 1 : cut_count])
+            await asyncio.wait(slow, timeout=10 * PATIENCE_S)
+            assert [task.done() for task in slow].count(True) == cut_count
+        assert unread.byte_count == 95, "the first of those that waited goes on"
+        for task in (*slow, *waiting):
+            task.cancel()
+
+    asyncio.run(asyncio.wait_for(whole(), 10.0))
