@@ -131,9 +131,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             before the step ends. "eager": the gradient is final when autograd has finished it; a
             later change raises `GradientChangedAfterPush`. Under SSP and ASP the servers apply such
             blocks on arrival.
-        buffers (str | None, 'rank0'): "rank0": every worker has rank 0's buffers after each step;
-            "mean": their mean (integers rounded), BSP only; None: each worker keeps its own, and
-            readers get none. Needs a module.
+        buffers (str | None, 'rank0'): "rank0": every worker has rank 0's buffers after each step
+            (without rank 0 the lowest rank's); "mean": their mean (integers rounded), BSP only;
+            None: each worker keeps its own, and readers get none. Needs a module.
         kernels (str, 'fast'): "fast", or "exact": bit-equal with torch.optim.
         accumulate (int, 1): backward passes of one step, 1 or more: gradients leave during the
             last. A wrong number costs traffic, never correctness (in "eager" mode: an error).

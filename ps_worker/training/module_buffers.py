@@ -4,7 +4,10 @@ Rules:
     - Only persistent buffers are shared: the others are caches, which every process makes itself.
     - Floating-point buffers have a table of their dtype; integers and booleans share one of
       float64, which holds every integer up to 2**53, and are rounded when they come back.
-    - "rank0": rank 0's values replace all others in each step. "mean": the mean of the workers'.
+    - "rank0": rank 0's values replace all others in each step; once it has gone, those of the
+      lowest rank that is there (`giver_of`). "mean": the mean of the workers'.
+    - Whoever takes over gives none in the first step that it begins without the one before, who may
+      have sealed that step. Nobody else has sealed a later one, so a step has one giver.
     - Buffers of a step that is skipped count, as in one process.
     - A module may replace a buffer's tensor, and may not remove a buffer.
 """
@@ -18,8 +21,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ps_core.cluster_view import ClusterView
+from ps_core.collective_calls import is_late_joiner, workers_here
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.tables.elements import DType
+from ps_runtime.observe import logs
 from ps_worker.client.pending import PendingTickets
 from ps_worker.spec.flat_layout import TABLE_DTYPE, FlatLayout, layout_of, plain_name
 from ps_worker.spec.optimizers import Assign
@@ -74,6 +80,18 @@ def write_values(target: torch.Tensor, values: torch.Tensor) -> None:
         target.copy_(values if target.dtype.is_floating_point else values.round())
 
 
+def giver_of(view: ClusterView) -> int:
+    """The rank whose buffers all workers have with "rank0". A late joiner comes after all that were
+    there before it, whatever its rank, so that a worker ceases to be it by its end alone.
+    """
+    late = {
+        rank: worker.incarnation
+        for rank, worker in workers_here(view).items()
+        if is_late_joiner(view, worker)
+    }
+    return min(view.awaited_ranks, key=lambda rank: (late.get(rank, 0), rank), default=-1)
+
+
 def _is_integer(tensor: torch.Tensor) -> bool:
     return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
 
@@ -82,7 +100,7 @@ class BufferTable:
     """The buffers of one layout, on the servers; making it blocks until their table exists.
 
     Attributes:
-        is_pulled: each step pulls the buffers.
+        is_pulled: each step pulls the buffers; False for the first worker of rank 0.
     """
 
     def __init__(
@@ -91,8 +109,10 @@ class BufferTable:
         self._client = client
         self._module = module
         self._layout = layout
-        self.is_pulled = options.buffers == "mean" or client.rank != 0
-        self._publishes = options.buffers == "mean" or client.rank == 0
+        self._is_mean = options.buffers == "mean"
+        self.is_pulled = self._is_mean or client.rank != 0 or client.is_late_joiner
+        self._is_giver = client.rank == 0 or client.is_late_joiner  # as of the step before
+        self._publishes = False  # in this step
         self._sent = FlatBuffer(layout)
         self._received = FlatBuffer(layout)
         self._held = HeldValues()
@@ -131,8 +151,17 @@ class BufferTable:
         """
         for entry in self._layout.placed:
             present_buffer(self._module, entry.name)
+        self._publishes = self._is_mean or self._gives()
         if self._publishes:
             self._push(self._client.tables.begin_step(self.handle))
+
+    def _gives(self) -> bool:
+        """True if this worker's buffers are those of all in the step that begins."""
+        client, was_giver = self._client, self._is_giver
+        self._is_giver = giver_of(client.engine.view) == client.rank
+        if self._is_giver and not was_giver:
+            logs.info("buffers_taken_over", table=self._layout.table_name, rank=client.rank)
+        return self._is_giver and was_giver
 
     def seal(self) -> None:
         """End the step on this table, and begin to pull; `finish` waits."""

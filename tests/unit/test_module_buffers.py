@@ -6,13 +6,16 @@ import pytest
 import torch
 from torch import nn
 
+from ps_core.cluster_view import ClusterView, Node, NodeState, Role
 from ps_core.errors import InvalidConfig, InvalidTensor
+from ps_core.keys import Incarnation, NodeId
 from ps_core.tables.elements import DType
 from ps_worker.training.model_pull import birth_clock, known_birth, table_prefix
 from ps_worker.training.module_buffers import (
     buffer_layouts,
     check_exact,
     check_shape,
+    giver_of,
     persistent_buffers,
     present_buffer,
     write_values,
@@ -116,6 +119,35 @@ def test_a_buffer_that_was_removed_is_refused_by_name() -> None:
     for name in ("count", "other.mean", "one.mean"):
         with pytest.raises(InvalidTensor, match=f"no buffer '{name}' any more.* buffers=None"):
             present_buffer(model, name)
+
+
+ALIVE, SILENT, LEFT, GONE = NodeState
+
+
+@pytest.mark.parametrize(
+    ("workers", "giver"),
+    [
+        ([], 0),  # none has registered
+        ([(1, ALIVE)], 0),
+        ([(0, ALIVE), (1, ALIVE)], 0),
+        ([(0, SILENT), (1, ALIVE)], 0),
+        ([(0, GONE), (1, ALIVE), (2, ALIVE)], 1),
+        ([(0, LEFT), (1, ALIVE), (2, ALIVE)], 1),
+        ([(0, GONE), (1, ALIVE), (0, ALIVE)], 1),  # it is back, and comes after who was there
+        ([(0, GONE), (1, GONE), (1, ALIVE), (0, ALIVE)], 1),
+        ([(0, GONE), (1, GONE), (0, ALIVE), (1, ALIVE)], 0),
+        ([(0, GONE), (1, GONE), (0, ALIVE), (2, ALIVE)], 0),
+        ([(0, LEFT), (1, LEFT)], -1),
+    ],
+)
+def test_the_lowest_rank_that_was_there_first_gives_the_buffers(
+    workers: list[tuple[int, NodeState]], giver: int
+) -> None:
+    nodes = tuple(
+        Node(NodeId(number), Incarnation(number), Role.WORKER, rank, "", state)
+        for number, (rank, state) in enumerate(workers, 1)
+    )
+    assert giver_of(ClusterView(1, "demo", 2, 1, nodes, (), ())) == giver
 
 
 # --- names of tables
