@@ -157,15 +157,21 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
             yield batch
         self._begin(self._plan.number + 1)
 
-    def seek(self, batch_count: int, batch_size: int) -> None:
+    def seek(self, batch_count: int, batch_size: int, *, drop_last: bool = False) -> None:
         """Go to the position of a worker that has seen so many batches since the first epoch began:
         for a late joiner, `sampler.seek(optimizer.clock, batch_size)`.
 
-        That is the other workers' position if they take a step for every batch under BSP, in a run
-        that was not started from a checkpoint within an epoch.
+        That is the other workers' position if they take a step for every batch under BSP, and all
+        epochs had as many batches: not in a run that goes on from a checkpoint that was made within
+        an epoch, or by another number of workers.
+
+        Args:
+            batch_count: the batches.
+            batch_size: samples of a batch.
+            drop_last: as the loader's: it leaves out a last batch that is not full.
         """
         self._begin(0)
-        of_epoch = -(-len(self) // batch_size)
+        of_epoch = len(self) // batch_size if drop_last else -(-len(self) // batch_size)
         number, batches = divmod(batch_count, max(of_epoch, 1))
         self._begin(number)
         self._begun = batches * batch_size

@@ -234,3 +234,9 @@ def test_a_worker_that_joins_has_the_place_of_its_rank_and_one_beyond_them_anoth
         samplers[1].set_epoch(1)
         assert sought.epoch == 1
         assert list(sought) == list(samplers[1])[5 * BATCH :]
+        uneven: Any = DataLoader(data(), batch_size=7, sampler=sought, drop_last=True)
+        for number in (0, 1, 9):
+            sought.set_epoch(number)
+            steps = number * len(uneven) + 2
+            sought.seek(steps, 7, drop_last=True)
+            assert (sought.epoch, len(sought)) == (number, SAMPLES // 2 - 2 * 7)
