@@ -26,7 +26,7 @@ from ps_worker.client.checkpoints import ClientCheckpoints
 from ps_worker.client.collectives import CollectiveCalls
 from ps_worker.client.connection import ClientConnection, Ticket
 from ps_worker.client.data_shards import DataShards
-from ps_worker.client.open_clients import OPEN, Awaiting, has_worker
+from ps_worker.client.open_clients import OPEN, Awaiting, has_worker, is_normal_end
 from ps_worker.client.tables import ClientTables, Pulls
 from ps_worker.embedding.rows import cut_ids, gradients_of, ids_of, rows_of
 from ps_worker.spec.batch_sizes import BatchSpec
@@ -88,9 +88,9 @@ class Client:
     """A session with a cluster. Made by `connect`. Several threads may use it: their pushes to a
     table come one after the other, each whole, and each that seals ends a step.
 
-    A normal end leaves the cluster: it seals a final step on every table, so that no worker waits
-    for this one any more. An end by an exception does not, because the other workers must learn
-    that one is missing.
+    A normal end (`sys.exit(0)`, too) leaves the cluster: it seals a final step on every table, so
+    that no worker waits for this one any more. An end by an exception does not, because the other
+    workers must learn that one is missing.
 
     A `timeout_s` of None means the client's request_deadline_s.
     """
@@ -785,7 +785,7 @@ class Client:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None or self.is_reader:
+        if is_normal_end(error) or self.is_reader:
             self.close()
         else:
             self.abandon(type(error).__name__)

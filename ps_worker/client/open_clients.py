@@ -59,6 +59,11 @@ def has_worker() -> bool:
     return Role.WORKER in roles
 
 
+def is_normal_end(error: BaseException | None) -> bool:
+    """True if a `with` block ended without an exception, or by `sys.exit` with status 0."""
+    return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+
+
 def strand(scheduler: str) -> None:
     """This process stops the cluster of that scheduler: at its exit, nothing of the cluster is left
     that its clients could leave, and nobody is there to wait for them.

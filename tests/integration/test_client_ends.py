@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ def cluster() -> Iterator[ps.LocalCluster]:
 @pytest.fixture(scope="module")
 def large_cluster() -> Iterator[ps.LocalCluster]:
     """For tests whose workers wait for nobody; each takes a rank that no other test has."""
-    with ps.local_cluster(servers=1, workers=8) as cluster:
+    with ps.local_cluster(servers=1, workers=10) as cluster:
         yield cluster
 
 
@@ -144,6 +145,24 @@ def test_who_ends_with_an_exception_is_gone_and_another_may_have_its_rank(
         again = worker(cluster, 1)
         assert again.rank == 1
         again.close(leave=False)
+
+
+@pytest.mark.parametrize(
+    ("rank", "code", "state"),
+    [
+        (6, 0, NodeState.LEFT),
+        (7, None, NodeState.LEFT),
+        (8, 1, NodeState.GONE),
+        (9, "it failed", NodeState.GONE),
+    ],
+)
+def test_sys_exit_within_the_with_block_is_a_normal_end_if_its_status_is_0(
+    large_cluster: ps.LocalCluster, rank: int, code: object, state: NodeState
+) -> None:
+    with pytest.raises(SystemExit), worker(large_cluster, rank) as client:
+        sys.exit(code)  # type: ignore[arg-type]
+    with ps.connect(large_cluster.address, role="reader") as reader:
+        assert reader.engine.view.nodes_by_id[client.session.node_id].state is state
 
 
 @pytest.mark.thorough
