@@ -33,7 +33,7 @@ from ps_worker.transport.links import LinkSetting, ServerLinks
 from ps_worker.transport.metrics import MEASURES
 from ps_worker.transport.pulls import ConsistentPuller, Puller, PullOrder
 from ps_worker.transport.push_driver import PushDriver
-from ps_worker.window.push_window import StepTerms
+from ps_worker.window.push_window import PushWindow, StepTerms
 from pushpull.v1 import scheduler_pb2
 
 ResultT = TypeVar("ResultT")
@@ -136,7 +136,9 @@ class Engine:
         identity = wire.session_to_proto(link.session)
         setting = LinkSetting(identity, config.lane, self._fail, lambda: link.is_stopped_here)
         self.links = ServerLinks(setting, view)
-        self.pushes = PushDriver(config.window_bytes, view, self.links, self.counters, self._fail)
+        self.pushes = PushDriver(
+            PushWindow(config.window_bytes), view, self.links, self.counters, self._fail
+        )
         self.steps = StepSender(post, self.pushes)
         if link.session.role is Role.WORKER:
             self.links.listener = self.pushes

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
@@ -263,6 +263,11 @@ class ServerLink:
         """
         if self._stream is not None:
             self._stream.put((entry, payload))
+
+    @property
+    def unwritten_count(self) -> int:
+        """Entries and pulls that were sent and wait for the push stream to take them."""
+        return self._stream.unwritten_count if self._stream is not None else 0
 
     async def close(self) -> None:
         if self._task is not None:
@@ -616,6 +621,10 @@ class ServerLinks:
         links = (self.find(server) for server in servers)
         lacking = (link.node.node_id for link in links if link and feature not in link.features)
         return next(lacking, None)
+
+    def unwritten_counts(self) -> Mapping[NodeId, int]:
+        """How many of the newest entries to each server its stream has not taken."""
+        return {server: link.unwritten_count for server, link in self._links.items()}
 
     @property
     def lane(self) -> str:

@@ -83,7 +83,7 @@ class PushDriver:
 
     def __init__(
         self,
-        window_bytes: int,
+        window: PushWindow,
         view: ClusterView,
         links: ServerLinks,
         counters: Counters,
@@ -91,7 +91,7 @@ class PushDriver:
     ) -> None:
         # The error of a seal that a server has refused for good: this worker's clock stops there.
         self.refused: dict[TableId, PushpullError] = {}  # any thread reads it
-        self._window = PushWindow(window_bytes)
+        self._window = window
         self._links = links
         self._counters = counters
         self._session_ended = session_ended
@@ -242,7 +242,7 @@ class PushDriver:
 
     def _tick(self) -> None:
         self._timer = None
-        self._window.tick(now_s())
+        self._window.tick(now_s(), self._links.unwritten_counts())
         self._pump_soon()
 
     def _carry_out(self, effect: Effect) -> None:

@@ -62,18 +62,28 @@ class Outbox:
     def __init__(self) -> None:
         self._frames: deque[Frame] = deque()
         self._has_frames = asyncio.Event()
+        self._being_written_count = 0
+
+    @property
+    def unwritten_count(self) -> int:
+        """Entries and pulls that the stream has not taken: it may be inside of one."""
+        return len(self._frames) + self._being_written_count
 
     def put(self, frame: Frame) -> None:
         self._frames.append(frame)
         self._has_frames.set()
 
     async def next_message(self, lane: SharedLane | None) -> Message:
+        """The next message; the one before it has been written."""
+        self._being_written_count = 0
         while True:
             while not self._frames:
                 self._has_frames.clear()
                 await self._has_frames.wait()
+            before_count = len(self._frames)
             message = self._next(lane)
             if message is not None:
+                self._being_written_count = before_count - len(self._frames)
                 return message
             if lane is not None:
                 await lane.has_space.wait()
@@ -188,6 +198,10 @@ class PushPullStream:
         self._pulls: dict[int, _StreamPull] = {}
         self._numbers = itertools.count(1)
         self._end: PushpullError | None = None
+
+    @property
+    def unwritten_count(self) -> int:
+        return self._outbox.unwritten_count
 
     async def run(
         self,

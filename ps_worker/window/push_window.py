@@ -11,6 +11,7 @@ so a resend carries identical bytes.
 Rules:
     - Payload bytes sent to a server and not answered stay within `window_bytes`; one entry may
       always be sent. A server that is slow or paused holds up no push to another.
+    - An entry whose answer is late is sent again; a slow stream makes none late (`SentMessages`).
     - After REFUSED or GIVEN_BACK, that (server, table) waits for CREDIT or the retry time.
     - The seals of a step are sent when each of its pushes is received or invalid on every server;
       all of them with skip if one push is invalid. Steps of several tables that are sealed
@@ -38,12 +39,14 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 from ps_core.errors import EditRefused, Fenced, InvalidConfig, InvariantViolation, PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_core.tables.optimizers import Hyperparameters
+from ps_worker.window.sent_messages import SentMessages
 
 
 class EntryState(Enum):
@@ -100,6 +103,7 @@ class PushEntry:
         carrier: the push that this seal travels with.
         given_up: replaced or refused, so a resend is a withdrawal.
         server: to which it was sent last.
+        message: the number of that message (`SentMessages`).
         was_received: a server has received it, perhaps one that is gone.
     """
 
@@ -114,6 +118,7 @@ class PushEntry:
     server: NodeId | None = None
     sent_s: float = 0.0
     sent_count: int = 0
+    message: int = 0
     retry_s: float | None = None
     carried: PushEntry | None = None
     carrier: PushEntry | None = None
@@ -300,14 +305,15 @@ _SAYS_CREDIT, _APPLIED = ReplyKind.CREDIT, Outcome.APPLIED
 POLLED_COUNT = 256
 """Entries of a server that one `poll` sends: building their messages takes some milliseconds."""
 
+_NONE_UNWRITTEN: Mapping[NodeId, int] = {}
+
 _Queued = tuple[int, PushEntry]
 """Number, entry. Numbers differ between entries, so entries are never compared."""
 
 
 class PushWindow:
     """All pushes and seals of one worker, over all tables and servers, with at most `window_bytes`
-    of payload in flight to each server. An entry without an answer is sent again after
-    `resend_after_s`.
+    of payload in flight to each server. An answer is late after `resend_after_s`.
     """
 
     def __init__(self, window_bytes: int, resend_after_s: float = 10.0) -> None:
@@ -319,6 +325,9 @@ class PushWindow:
         self._owner: dict[RangeId, NodeId] = {}
         self._connected: set[NodeId] = set()
         self._blocked: dict[tuple[NodeId, TableId], float] = {}
+        self._messages: dict[NodeId, SentMessages] = defaultdict(
+            partial(SentMessages, resend_after_s)
+        )
         self._numbers: dict[tuple[TableId, RangeId], SequenceNumbers] = defaultdict(SequenceNumbers)
         self._steps: dict[tuple[TableId, int], WindowStep] = {}
         # The heads of some wait for their server. Without an owner, an entry has None's.
@@ -477,6 +486,10 @@ class PushWindow:
         entry = numbers.open.get(reply.sequence) if numbers is not None else None
         if entry is None:
             return []
+        if entry.state is _SENT and entry.server == server:
+            messages = self._messages[server]
+            if entry.message > messages.answered:
+                messages.answered = entry.message
         if kind is _SAYS_COMMITTED:
             if reply.ending is None:
                 raise InvariantViolation("PW-4", f"{entry.key} is COMMITTED without an outcome")
@@ -493,7 +506,12 @@ class PushWindow:
             return []
         return self._failed(entry, reply.error, now_s)
 
-    def tick(self, now_s: float) -> None:
+    def tick(self, now_s: float, unwritten: Mapping[NodeId, int] = _NONE_UNWRITTEN) -> None:
+        """Take the time, and how many of the newest messages to a server its stream has not taken
+        yet.
+        """
+        for server, messages in self._messages.items():
+            messages.look(now_s, unwritten.get(server, 0))
         for place in [place for place, until_s in self._blocked.items() if until_s <= now_s]:
             del self._blocked[place]
             self._let_go()
@@ -507,7 +525,8 @@ class PushWindow:
                 self._requeue(entry)
                 self._let_go()
             elif entry.state is _SENT and entry.sent_s <= overdue_s:
-                self._requeue(entry)
+                if entry.server is None or self._messages[entry.server].is_late(entry.message):
+                    self._requeue(entry)
             elif entry.state is _RECEIVED and entry.sent_s <= overdue_s:
                 self._probe(entry, now_s)
             self._due_s = min(self._due_s, self._entry_due_s(entry, now_s))
@@ -691,6 +710,7 @@ class PushWindow:
     def _poll_pushes(
         self, server: NodeId, queue: list[_Queued], now_s: float, effects: list[Effect]
     ) -> None:
+        messages = self._messages[server]
         enough = len(effects) + POLLED_COUNT
         while queue and len(effects) < enough:
             entry = queue[0][1]
@@ -709,6 +729,7 @@ class PushWindow:
             entry.server = server
             entry.sent_s = now_s
             entry.sent_count += 1
+            entry.message = messages.count = messages.count + 1
             self._in_flight_bytes[server] = in_flight_bytes
             if entry.given_up:
                 effects.append(SendWithdrawal(server, entry.key))
@@ -748,9 +769,12 @@ class PushWindow:
         is_skipped = step.skipped or (entries[0].carrier is not None and bool(step.invalid))
         if is_skipped and not terms.skip:
             terms = terms._replace(skip=True, edit=b"", array="")
+        messages = self._messages[server]
+        messages.count += 1
         for entry in entries:
             entry.state = _SENT
             entry.sent_s = now_s
+            entry.server, entry.message = server, messages.count
             self._waiting_seals.discard(entry)
         ranges = tuple(
             SealRange(e.key.range_id, e.key.sequence, self._confirmed(e.key)) for e in entries

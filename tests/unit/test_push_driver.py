@@ -28,7 +28,7 @@ from ps_worker.steps.steps import PushBody, StepFuture, StepResult
 from ps_worker.transport.links import ServerLinks
 from ps_worker.transport.metrics import MEASURES, REGISTRY
 from ps_worker.transport.push_driver import PushDriver
-from ps_worker.window.push_window import POLLED_COUNT, StepTerms
+from ps_worker.window.push_window import POLLED_COUNT, PushWindow, StepTerms
 from pushpull.v1 import parameters_pb2, types_pb2
 from tests.property.shard_twin import table
 
@@ -76,9 +76,8 @@ def test_a_server_that_may_have_lost_a_range_in_between_is_sent_what_it_had_rece
 
     async def scenario() -> None:
         links = Links()
-        driver = PushDriver(
-            1 << 20, view(1, 2), cast(ServerLinks, links), Counters(), session_ended
-        )
+        window = PushWindow(1 << 20)
+        driver = PushDriver(window, view(1, 2), cast(ServerLinks, links), Counters(), session_ended)
         driver.take_view(view(1, 2))
         driver.stream_opened(ONE)
         driver.open_step(MODEL, 1, Future())
@@ -111,16 +110,18 @@ APPLIED, SKIPPED = parameters_pb2.OUTCOME_APPLIED, parameters_pb2.OUTCOME_SKIPPE
 class Driven:
     """A driver with a stream to one server, which is told what the server says."""
 
-    def __init__(self) -> None:
+    def __init__(self, resend_after_s: float = 10.0) -> None:
         self.sent: list[Any] = []
+        self.written_count: int | None = None  # None: all
         self.has_sent = asyncio.Event()
         self.ended: list[PushpullError] = []
         self.counters = Counters()
         (slots,) = key_ranges(1)
         ranges = (RangeAssignment(RangeId(0), slots, AssignmentEpoch(3), ONE, (), ()),)
         self.view = ClusterView(1, "cluster", 1, 1, (), ranges, (BLOCKS,))
+        window = PushWindow(1 << 20, resend_after_s)
         self.driver = PushDriver(
-            1 << 20, self.view, cast(ServerLinks, self), self.counters, self.ended.append
+            window, self.view, cast(ServerLinks, self), self.counters, self.ended.append
         )
         self.driver.take_view(self.view)
         self.driver.stream_opened(ONE)
@@ -132,6 +133,10 @@ class Driven:
         del payload
         self.sent.append(message)
         self.has_sent.set()
+
+    def unwritten_counts(self) -> dict[NodeId, int]:
+        written_count = self.written_count
+        return {} if written_count is None else {ONE: len(self.sent) - written_count}
 
     async def sent_count(self, count: int) -> None:
         """Wait until so many messages were sent."""
@@ -173,9 +178,9 @@ class Driven:
         return future
 
 
-def driven(scene: Callable[[Driven], Awaitable[None]]) -> None:
+def driven(scene: Callable[[Driven], Awaitable[None]], resend_after_s: float = 10.0) -> None:
     async def main() -> None:
-        on = Driven()
+        on = Driven(resend_after_s)
         try:
             await scene(on)
         finally:
@@ -460,6 +465,20 @@ def test_what_was_refused_for_a_while_is_sent_again_when_that_is_over() -> None:
         assert [message.sequence for message in on.sent] == [1, 1]
 
     driven(scene)
+
+
+def test_what_the_stream_has_not_taken_is_not_sent_again() -> None:
+    async def scene(on: Driven) -> None:
+        on.written_count = 1
+        on.open()
+        on.push(0, 1)
+        await on.sent_count(3)
+        assert [message.sequence for message in on.sent] == [1, 2, 1]
+        on.written_count = 3
+        await on.sent_count(5)
+        assert sorted(message.sequence for message in on.sent[3:]) == [1, 2]
+
+    driven(scene, resend_after_s=0.1)
 
 
 def test_a_driver_that_has_failed_fails_all_steps_with_that() -> None:

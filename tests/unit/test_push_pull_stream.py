@@ -284,6 +284,31 @@ def test_a_full_ring_holds_all_entries_back_until_one_is_answered() -> None:
     on_a_lane(scene)
 
 
+def test_an_outbox_counts_what_its_stream_has_not_taken() -> None:
+    async def scene(lane: SharedLane) -> None:
+        outbox = outbox_of(block(1), block(2), seal(1), pull(1))
+        assert outbox.unwritten_count == 4
+        assert sequences(await read(outbox)) == [1, 2]
+        assert outbox.unwritten_count == 4, "a stream may be inside of the message"
+        assert (await read(outbox)).HasField("then_pull")
+        assert outbox.unwritten_count == 2
+        waiting = asyncio.create_task(read(outbox, lane))
+        await turn()
+        assert outbox.unwritten_count == 0
+        for number in range(3, 8):
+            outbox.put(block(number, QUARTER))
+        await waiting
+        for _ in range(3):
+            await read(outbox, lane)
+        waiting = asyncio.create_task(read(outbox, lane))
+        await turn()
+        assert outbox.unwritten_count == 1, "the ring is full"
+        lane.answered([parameters_pb2.EntryReply(table_id=1, range_id=2, sequence=3)])
+        await waiting
+
+    on_a_lane(scene)
+
+
 def test_what_comes_before_the_block_that_finds_no_space_leaves_at_once() -> None:
     async def scene(lane: SharedLane) -> None:
         outbox = outbox_of(*(block(number, QUARTER) for number in range(1, 5)))
