@@ -10,6 +10,8 @@ Rules:
     - A table that is not in the snapshot with which a range begins comes later, or was removed: of
       one that was there before, and of which nothing follows, the logs have nothing in that range.
     - Nobody saw the records of a term beyond the snapshot of the next: they are left out.
+    - A primary that was started again goes on from its own term: nobody saw what others have of
+      terms between, which had been promoted, and had not served.
     - A range that was placed anew has nothing of what it had before: that was of a removed run, or
       nobody saw it.
     - Changes of one server are in the order of its log. Those of two are in the order of their
@@ -271,6 +273,30 @@ def _is_bsp(settings: Mapping[int, Consistency], clock: int) -> bool:
 # --- the terms of one range
 
 
+class _PassedOver(NamedTuple):
+    """Terms between two of this log, the second of which goes on from the first."""
+
+    log: int
+    low: int
+    high: int
+
+    def has(self, event: _Event) -> bool:
+        return event.log != self.log and self.low < event.term < self.high
+
+
+def _passed_over(events: Iterable[_Event]) -> list[_PassedOver]:
+    """The terms of one range that were promoted beside its primary and had not served when that
+    came back with its log.
+    """
+    found = []
+    terms: dict[int, int] = {}  # the newest, by log
+    for event in events:
+        if event.read is FrameKind.TAKEN_OVER and event.log in terms:
+            found.append(_PassedOver(event.log, terms[event.log], event.term))
+        terms[event.log] = event.term
+    return found
+
+
 _Key = tuple[float, int, int]
 """Time of the write, index of the log, and position in it."""
 
@@ -286,6 +312,7 @@ class _Chain:
         self._number: int | None = None  # of the newest log record; None before a beginning
         self._term = 0
         self._is_cut = False  # the term's begin is in no log
+        self._logs: set[int] = set()  # that have had something of the range
         self._has_all = False  # the range's own begin is in a log
         self._settings: dict[ShardKey, dict[int, Consistency]] = {}  # as in `RangeFacts`
         self._first_orders: dict[int, int] = {}  # of the range's events, by log
@@ -295,7 +322,11 @@ class _Chain:
 
     def read(self, events: Sequence[_Event]) -> list[_Keyed]:
         """Changes of the range in their order, with their keys."""
+        passed_over = _passed_over(events)
         for event in events:
+            if any(span.has(event) for span in passed_over):
+                self._run.unseen_count += isinstance(event.read, _ReadRecord)
+                continue
             if self._number is not None or not isinstance(event.read, _ReadRecord):
                 first = event.order - len(event.frames) + 1
                 self._first_orders.setdefault(event.log, first)
@@ -306,6 +337,7 @@ class _Chain:
                     self._log_record(event, event.read)
                 case kind:
                     self._mark(event, kind)
+            self._logs.add(event.log)
         if self._number is not None:
             self._reach()
         return [keyed for _, keyed in self._found]
@@ -314,7 +346,12 @@ class _Chain:
         if kind is FrameKind.BEGIN and (self._number is None or event.number < self._number):
             self._begin(event)
         elif self._number is not None and self._number != event.number:
-            self._refuse(event, f"it goes on from log record {event.number}, after {self._number}")
+            if event.log in self._logs and not self._is_cut:
+                self._refuse(
+                    event, f"it goes on from log record {event.number}, after {self._number}"
+                )
+            self._term, self._is_cut = event.term, True
+            return
         self._term, self._is_cut = event.term, False
 
     def _begin(self, event: _Event) -> None:
