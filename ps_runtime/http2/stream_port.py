@@ -6,7 +6,7 @@ both are the same. Everything belongs to the loop that it was made on.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol, cast
 
 import grpc
@@ -17,8 +17,13 @@ from ps_runtime.grpc.addresses import split_address
 from ps_runtime.http2.channel import StreamChannel
 from ps_runtime.http2.protocol.streams import MessagePiece
 from ps_runtime.observe import logs
+from ps_runtime.system.clock import now_s
 
 _CONNECT_S = 2.0
+
+_AGAIN_S = 60.0
+"""Time for which a port that did not answer is not tried again: a firewall drops packets to it, and
+each session would wait for it."""
 
 
 class ServerCall(Protocol):
@@ -55,20 +60,31 @@ class GrpcioCall:
 class StreamPort:
     """The stream port of one server, and the reason why it is not used, if any."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(
+        self, node: Node, now: Callable[[], float] = now_s, connect_s: float = _CONNECT_S
+    ) -> None:
         self._node = node
+        self._now = now
+        self._connect_s = connect_s
         self._port = 0
         self._refused = ""
+        self._again_s = 0.0
 
     async def connect(self, port: int, deadline_s: float) -> StreamChannel | None:
         """Connect to the port that the server names; None, and a log line, if that fails."""
+        if port == self._port and self._now() < self._again_s:
+            return None
         self._port = port
         host, _ = split_address(self._node.address, "address")
         try:
-            return await StreamChannel.connect(host, port, min(deadline_s, _CONNECT_S))
+            return await StreamChannel.connect(host, port, min(deadline_s, self._connect_s))
         # At the end of the interpreter asyncio resolves no names.
         except (OSError, UnicodeError, RuntimeError) as error:
-            self.refuse(f"it cannot be reached: {error!r}")
+            if isinstance(error, TimeoutError) and deadline_s >= self._connect_s:
+                self._again_s = self._now() + _AGAIN_S
+                self.refuse(f"it does not answer, and is not tried again for {_AGAIN_S:.0f} s")
+            else:
+                self.refuse(f"it cannot be reached: {error!r}")
             return None
 
     def confirm(self) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 import ps_worker as ps
+from ps_core.cluster_view import Node, NodeState, Role
+from ps_core.keys import Incarnation, NodeId
+from ps_runtime.http2.stream_port import StreamPort
 from ps_runtime.launch.cluster_shape import ClusterShape
 from ps_runtime.launch.launcher import Launcher, start_scheduler
 from ps_runtime.observe import logs
@@ -60,6 +65,40 @@ def test_a_server_without_one_is_used_as_it_is(caplog: pytest.LogCaptureFixture)
         train(bare.address, "bare")
         assert connections(bare.servers[0]) == 0
     assert "stream_port_not_used" not in caplog.text
+
+
+def test_a_port_that_does_not_answer_is_not_tried_at_each_session(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A firewall that drops packets: as a listener whose queue is full."""
+    now_s = 100.0
+
+    async def whole() -> None:
+        nonlocal now_s
+        with contextlib.ExitStack() as sockets:
+            mute = sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+            port = mute.getsockname()[1]
+            for _ in range(3):  # they fill its queue
+                waiting = sockets.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(("127.0.0.1", port))
+            node = Node(NodeId(1), Incarnation(1), Role.SERVER, 0, "127.0.0.1:1", NodeState.ALIVE)
+            to = StreamPort(node, lambda: now_s, connect_s=0.2)
+            loop = asyncio.get_running_loop()
+
+            async def took_s() -> float:
+                began_s = loop.time()
+                assert await to.connect(port, 10.0) is None
+                return loop.time() - began_s
+
+            assert await took_s() >= 0.2
+            assert sum([await took_s() for _ in range(20)]) < 0.2
+            now_s += 60.0
+            assert await took_s() >= 0.2
+
+    asyncio.run(asyncio.wait_for(whole(), DEADLINE_S))
+    (line,) = [each.getMessage() for each in caplog.records if "not_used" in each.getMessage()]
+    assert "it does not answer, and is not tried again for 60 s" in line
 
 
 @contextlib.contextmanager
