@@ -61,6 +61,9 @@ _SERVICE = "/pushpull.v1.ParameterService/"
 _GREETING_S = 5.0
 """A stream port must answer within this, once the gRPC port has answered."""
 
+_PASSING = (ConnectionResetError, BrokenPipeError, BlockingIOError, WaitExpired)
+"""Failures of a server's Unix socket that pass: the server ends, or has not accepted others yet."""
+
 _BLOCK_FIELD = parameters_pb2.PullResponse.BLOCK_FIELD_NUMBER
 _PAYLOAD_FIELD = parameters_pb2.BlockValue.PAYLOAD_FIELD_NUMBER
 
@@ -529,8 +532,8 @@ class ServerLink:
                 self._unheard_count += is_unheard
                 # The server may have died since its offer; a second offer proves that it lives.
                 is_unheard_once = is_unheard and self._unheard_count == 1
-                is_ending = isinstance(reason, ConnectionResetError | BrokenPipeError | WaitExpired)
-                if is_ending or is_unheard_once:
+                is_passing = isinstance(reason, _PASSING)
+                if is_passing or is_unheard_once:
                     raise Recovering(words) from reason
                 raise InvalidConfig(words) from reason
             # Refused: the server is on another host. Any other reason is worth a warning.

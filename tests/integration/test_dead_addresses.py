@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -355,6 +357,45 @@ def test_a_stranger_at_the_stream_port_is_done_without(
 
     asyncio.run(scenario())
     assert "stream_port_not_used" in caplog.text
+
+
+class Offering(Answering):
+    """Offers a Unix socket."""
+
+    socket_name = ""
+
+    async def open_session(self, request: bytes, context: Any) -> bytes:
+        raw = await super().open_session(request, context)
+        response = parameters_pb2.OpenSessionResponse.FromString(raw)
+        response.same_host.socket_name = self.socket_name
+        return response.SerializeToString()
+
+
+def test_a_unix_socket_that_takes_no_more_for_a_moment_ends_no_worker() -> None:
+    """Lane 'shm': all workers come at once, and the server accepts one after the other."""
+
+    async def scenario() -> None:
+        heard, offering = Heard(), Offering(ONE)
+        offering.socket_name = f"pushpull-test-{os.urandom(8).hex()}"
+        kind = socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK
+        with socket.socket(*kind) as listener, socket.socket(*kind) as other:
+            listener.bind(f"\0{offering.socket_name}")
+            listener.listen(0)
+            other.connect(f"\0{offering.socket_name}")
+            async with grpc_node(offering) as address:
+                link = ServerLink(node(address), replace(heard.setting, lane="shm"))
+                link.start_stream(1, heard)
+                ends = {
+                    asyncio.create_task(each.wait()) for each in (heard.has_failed, offering.asked)
+                }
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                assert heard.failed == []
+                assert "cannot share memory with this process" in link.trouble.words
+                await link.close()
+                for end in ends:
+                    end.cancel()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 @pytest.mark.parametrize("kind", STRANGERS)
