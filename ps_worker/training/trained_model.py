@@ -214,7 +214,7 @@ class TrainedModel:
         if self.outer is not None:
             return self.outer.outer_hyperparameters(group)
         if self.inner is not None:
-            return () if self.own is None else self.own.hyperparameters(group)
+            return () if self.own is None else self.own.hyperparameters(group, table)
         check_switches(table.handle.spec.optimizer, group, table.name)
         return hyperparameters_of(table.handle.spec.optimizer, group)
 

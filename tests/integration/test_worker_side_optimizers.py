@@ -232,6 +232,28 @@ def test_aggregate_takes_what_all_workers_do_and_refuses_what_one_does_alone(
         assert "expected the same at every worker" in told
 
 
+def test_aggregate_is_refused_with_another_pull_codec_at_one_worker(
+    workers: list[ps.Client],
+) -> None:
+    """Each copy would take its steps on sums that are rounded otherwise."""
+    name = f"model-{next(_names)}"
+
+    def work(client: ps.Client, rank: int) -> str:
+        codec = ("fp16", "bf16")[rank]
+        model = _model()
+        optimizer = ps.DistributedOptimizer(
+            client, model, ps.Aggregate(NADAM), name=name, pull_codec=codec
+        )
+        _loss(model, rank, 0).backward()
+        with pytest.raises(ps.InvalidConfig) as refused:
+            optimizer.step()
+        optimizer.close()
+        return refused.value.message
+
+    for told in _together(workers, work):
+        assert "pull_codec bf16 at worker 1 alone, pull_codec fp16 at worker 0 alone; " in told
+
+
 def test_sparse_gradients_count_in_the_norm(workers: list[ps.Client]) -> None:
     """Of rows that come twice, and beside dense ones: as where all are dense."""
     name = f"model-{next(_names)}"

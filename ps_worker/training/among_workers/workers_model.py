@@ -1,7 +1,7 @@
 """The model that the workers of `Aggregate` keep, each its own copy. The copies stay equal only if
 all workers do the same to them, and the servers compare that.
 
-    settings of the groups ------------------------+
+    settings of the groups, codec of pulls --------+
     parameters that the script has changed --+     +--> the seal's hyperparameters --> servers
     optimizer state that it has loaded ------+     |
     updates that this worker has lost -------+--> history
@@ -36,8 +36,8 @@ from ps_worker.training.tables.trained_table import TrainedTable
 _NO_SETTINGS = ("params", "param_names")
 _OTHERS = "other settings"
 
-_MOST_SETTINGS = limits.MAX_HYPERPARAMETER_COUNT - 2
-"""All that a seal has room for, but for `_OTHERS` and the history."""
+_MOST_SETTINGS = limits.MAX_HYPERPARAMETER_COUNT - 3
+"""All that a seal has room for, but for `_OTHERS`, the codec of pulls and the history."""
 
 SCHEDULES = (
     "If a schedule steps only where GradScaler did not skip, step it every time: each worker has a "
@@ -107,9 +107,11 @@ class WorkersModel:
         if any(not each.future.done() or each.future.exception() is None for each in tickets):
             self._add(f"an update lost by worker {self._rank}", str(self._rank).encode())
 
-    def hyperparameters(self, group: Mapping[str, Any]) -> Hyperparameters:
-        """The hyperparameters of a seal, for a table of this group."""
+    def hyperparameters(self, group: Mapping[str, Any], table: TrainedTable) -> Hyperparameters:
+        """The hyperparameters of a seal of a table, which is of this group."""
         found = settings_of(group)
+        if (codec := table.handle.codecs.pull) is not None:
+            found[f"pull_codec {codec.value}"] = 1.0
         if self._history:
             name = self._words.encode()[:_MOST_NAME_BYTES].decode(errors="ignore")
             found[name] = _number_of(self._history)
