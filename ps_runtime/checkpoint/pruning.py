@@ -10,25 +10,42 @@ Rules:
       state may come late. While that one cannot be read, all that are older stay, because it may
       refer to them.
     - Several runs may write under one URL. A cluster removes only its own run's. One whose manifest
-      cannot be read is nobody's.
+      cannot be read is nobody's. A branch that a restore of the cluster has left behind is its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import Manifest
 from ps_runtime.checkpoint.store import CheckpointStore
 
 
+class RunTimelines(NamedTuple):
+    """The present timeline of a run with those that it goes on from, and those that a restore of
+    its cluster has replaced.
+    """
+
+    own: Collection[bytes]
+    replaced: Collection[bytes] = ()
+
+    def have(self, manifest: Manifest) -> bool:
+        """A replaced timeline is the run's if it begins where the run has been: not if the cluster
+        began anew in between.
+        """
+        is_branch = manifest.timeline in self.replaced and not manifest.run.isdisjoint(self.own)
+        return manifest.timeline in self.own or is_branch
+
+
 def prune(
-    store: CheckpointStore, keep: int, run: Collection[bytes] | None = None, source: str = ""
+    store: CheckpointStore, keep: int, run: RunTimelines | None = None, source: str = ""
 ) -> list[str]:
     """Remove all checkpoints older than the newest `keep` good ones, save those referred to and
     those with states that these lack; returns their names. InvalidConfig if `keep` is below 1.
 
-    `run` has one run's timelines: checkpoints of others neither count nor go. None: all runs.
+    Checkpoints of other runs than `run` neither count nor go. None: all runs.
     `source` is the name of the checkpoint that a running cluster began from, which stays as well.
     """
     if keep < 1:
@@ -94,12 +111,12 @@ def _has_what_is_lost(older: Manifest, kept: Iterable[Manifest]) -> bool:
     return not older.lost_ranks or bool(has & frozenset.intersection(*lost))
 
 
-def _names_of(store: CheckpointStore, there: list[str], run: Collection[bytes]) -> list[str]:
+def _names_of(store: CheckpointStore, there: list[str], run: RunTimelines) -> list[str]:
     """The directories of a run, of those that are there. A directory without a manifest, which was
     given up, belongs to the run if others of its cluster do.
     """
     manifests = store.manifests()
-    own = {name for name, manifest in manifests.items() if manifest.timeline in run}
+    own = {name for name, manifest in manifests.items() if run.have(manifest)}
     clusters = {name.partition("-")[2] for name in own}
     given_up = {
         name

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ps_core.errors import InvalidCheckpoint
@@ -105,13 +105,8 @@ class CheckpointStore:
             raise InvalidCheckpoint(f"{error.message}; {self._advice()}") from error
 
     def runs(self) -> dict[frozenset[bytes], str]:
-        """The newest checkpoint of each run, by its timelines, newest last; reads all manifests."""
-        found: dict[frozenset[bytes], str] = {}
-        for name, manifest in self.manifests().items():
-            for known in [run for run in found if run & manifest.run]:
-                del found[known]
-            found[manifest.run] = name
-        return found
+        """As `newest_of_runs` of all that are there; reads all manifests."""
+        return newest_of_runs(self.manifests())
 
     def manifests(self) -> dict[str, Manifest]:
         """The manifests that can be read, by their directories, newest last."""
@@ -135,6 +130,22 @@ class CheckpointStore:
         except InvalidCheckpoint:
             return f"{self.url} cannot be listed"
         return f"no good one is under {self.url}" if good is None else f"{good.url} is good"
+
+
+def newest_of_runs(
+    manifests: Mapping[str, Manifest], but: Collection[bytes] = ()
+) -> dict[frozenset[bytes], str]:
+    """The newest checkpoint of each run, by its timelines, newest last, `but` for checkpoints of
+    these timelines.
+    """
+    found: dict[frozenset[bytes], str] = {}
+    for name, manifest in manifests.items():
+        if manifest.timeline in but:
+            continue
+        for known in [run for run in found if run & manifest.run]:
+            del found[known]
+        found[manifest.run] = name
+    return found
 
 
 @dataclass(frozen=True, slots=True)

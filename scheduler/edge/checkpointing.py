@@ -55,7 +55,7 @@ from ps_core.manifest import (
 from ps_core.tables.elements import Initializer, InitializerKind
 from ps_core.tables.table import Table
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
-from ps_runtime.checkpoint.pruning import prune
+from ps_runtime.checkpoint.pruning import RunTimelines, prune
 from ps_runtime.checkpoint.references import check_files
 from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.checkpoint.worker_copies import SourceLost, SourceMissing, WorkerCopies
@@ -479,7 +479,8 @@ class Checkpointing:
     async def _prune(self) -> None:
         url, keep = self._cluster.settings.checkpoint_url, self._keep
         settings = self._cluster.settings
-        run = {settings.timeline, *lineage_of(settings)}
+        own = {settings.timeline, *lineage_of(settings)}
+        run = RunTimelines(own, settings.replaced_timelines)
         source = "" if settings.restored is None else settings.restored.url.rpartition("/")[2]
         try:
             async with self.pruning:

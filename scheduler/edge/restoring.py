@@ -7,7 +7,7 @@ import threading
 from ps_core.consistency import Consistency, parsed
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import MAX_LINEAGE_COUNT, Imported, SavedTable
-from ps_runtime.checkpoint.store import CheckpointStore, resolve
+from ps_runtime.checkpoint.store import CheckpointStore, newest_of_runs, resolve
 from ps_runtime.observe import logs
 from scheduler.machine.state import Restored, RestoredTable
 
@@ -59,18 +59,19 @@ def checkpoints_again_under(url: str, answers_within_s: float = ANSWERS_WITHIN_S
 def restored_at_start(resume: str, checkpoint_url: str) -> Restored | None:
     """The checkpoint that `resume` names; with `AUTO` the newest under `checkpoint_url`. None for
     an empty start: AUTO starts empty only where no checkpoint was ever complete, so where none has
-    a manifest, readable or not. Checkpoints of other runs there stay, and are logged. Blocking.
+    a manifest, readable or not. Checkpoints of other runs there stay, and are logged: so are those
+    of a branch that a restore has left behind. Blocking.
     """
     if resume == AUTO and not checkpoint_url:
         raise InvalidConfig("resume is 'auto' without a checkpoint_url; expected both")
     store = CheckpointStore(checkpoint_url) if checkpoint_url else None
-    runs = {} if store is None else store.runs()
-    is_new = resume == AUTO and store is not None and not runs and not store.has_complete()
+    there = {} if store is None else store.manifests()
+    is_new = resume == AUTO and store is not None and not there and not store.has_complete()
     if resume and not is_new:
         restored = restored_from(checkpoint_url if resume == AUTO else resume)
-        others = [name for run, name in runs.items() if run.isdisjoint(restored.lineage)]
+        others = list(newest_of_runs(there, restored.lineage).values())
     else:
-        restored, others = None, list(runs.values())
+        restored, others = None, list(newest_of_runs(there).values())
         if resume == AUTO:
             logs.info("nothing_to_resume", url=checkpoint_url)
     if others:

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from ps_core.manifest import MANIFEST_FILE, SavedWorker
-from ps_runtime.checkpoint.pruning import prune
+from ps_runtime.checkpoint.pruning import RunTimelines, prune
 from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.observe.metrics import SchedulerMetrics
 from scheduler.edge.checkpointing import Checkpointing
@@ -80,10 +80,10 @@ def written(store: CheckpointStore, number: int, timeline: bytes, base: str = ""
     return directory.name
 
 
-@pytest.mark.parametrize("run", [None, {FIRST, SECOND}])
+@pytest.mark.parametrize("run", [None, RunTimelines({FIRST, SECOND})])
 @pytest.mark.parametrize("fails", [0, 1, 2])
 def test_the_one_that_a_cluster_reads_stays_whatever_a_read_of_it_says(
-    reluctant: CheckpointStore, run: set[bytes] | None, fails: int
+    reluctant: CheckpointStore, run: RunTimelines | None, fails: int
 ) -> None:
     """As do those that it refers to; nothing else does."""
     base = written(reluctant, 1, FIRST)
@@ -101,7 +101,7 @@ def test_a_read_that_fails_makes_no_checkpoint_of_another_run_ones_own(
     foreign = written(reluctant, 1, FIRST)
     gone, newest = (written(reluctant, number, SECOND) for number in (2, 3))
     Failures("cat_file", f"{foreign}/{MANIFEST_FILE}")
-    assert prune(reluctant, 1, {SECOND}) == [gone]
+    assert prune(reluctant, 1, RunTimelines({SECOND})) == [gone]
     assert reluctant.names() == [foreign, newest]
 
 
@@ -140,9 +140,9 @@ def of_workers(
         (["--", "--"], [1]),
     ],
 )
-@pytest.mark.parametrize("run", [None, {FIRST}])
+@pytest.mark.parametrize("run", [None, RunTimelines({FIRST})])
 def test_what_the_newest_lacks_of_a_worker_stays(
-    reluctant: CheckpointStore, states: list[str], stay: list[int], run: set[bytes] | None
+    reluctant: CheckpointStore, states: list[str], stay: list[int], run: RunTimelines | None
 ) -> None:
     """In the newest that has it."""
     names = [of_workers(reluctant, number, each) for number, each in enumerate(states, 1)]

@@ -13,7 +13,7 @@ from ps_cli.console.output import Output
 from ps_cli.train.run_checkpoints import earlier_checkpoints
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import MANIFEST_FILE, Manifest
-from ps_runtime.checkpoint.pruning import prune
+from ps_runtime.checkpoint.pruning import RunTimelines, prune
 from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.launch.cluster_shape import CheckpointPlan
 from scheduler.edge.restoring import AUTO, restored_at_start
@@ -45,8 +45,8 @@ def test_retention_leaves_other_runs_alone(store: CheckpointStore) -> None:
     for number in (4, 5, 6):
         written(store, number, SECOND)
     before = store.names()
-    assert prune(store, 1, {THIRD}) == []
-    assert prune(store, 2, {SECOND}) == [before[3]]
+    assert prune(store, 1, RunTimelines({THIRD})) == []
+    assert prune(store, 2, RunTimelines({SECOND})) == [before[3]]
     assert store.names() == [*before[:3], *before[4:]]
 
 
@@ -56,7 +56,20 @@ def test_what_a_run_went_on_from_is_its_own(store: CheckpointStore) -> None:
     written(store, 3, SECOND, FIRST)
     written(store, 4, THIRD)
     before = store.names()
-    assert prune(store, 1, {SECOND, FIRST}) == before[:2]
+    assert prune(store, 1, RunTimelines({SECOND, FIRST})) == before[:2]
+
+
+def test_a_branch_that_a_restore_has_left_behind_is_the_runs_own(store: CheckpointStore) -> None:
+    """Restored twice to one. A cluster that began anew with nothing since is another run."""
+    before = written(store, 1, b"0" * 16)
+    source = written(store, 2, FIRST)
+    left = [written(store, number, SECOND, FIRST) for number in (3, 4)]
+    elsewhere = written(store, 5, b"4" * 16, FIRST)  # another cluster went on from it as well
+    newest = written(store, 6, THIRD, FIRST)
+    run = RunTimelines({THIRD, FIRST}, {b"0" * 16, FIRST, SECOND})
+    assert prune(store, 1, run, source.directory) == [each.directory for each in left]
+    stay = before, source, elsewhere, newest
+    assert store.names() == [each.directory for each in stay]
 
 
 def test_one_that_was_given_up_goes_with_its_cluster(store: CheckpointStore) -> None:
@@ -66,7 +79,7 @@ def test_one_that_was_given_up_goes_with_its_cluster(store: CheckpointStore) -> 
     foreign.create()
     gone = written(store, 3, SECOND)
     newest = written(store, 4, SECOND)
-    assert prune(store, 1, {SECOND}) == [given_up.name, gone.directory]
+    assert prune(store, 1, RunTimelines({SECOND})) == [given_up.name, gone.directory]
     assert store.names() == [foreign.name, newest.directory]
 
 
@@ -126,6 +139,20 @@ class TestAuto:
         (said,) = [r.getMessage() for r in caplog.records if "other_runs_kept" in r.getMessage()]
         assert first.directory in said
         assert (second.directory in said) == (not resume)
+
+    def test_a_branch_that_a_restore_left_behind_is_named(
+        self, store: CheckpointStore, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Nothing removes it from now on."""
+        source = written(store, 1, FIRST)
+        branch = written(store, 2, SECOND, FIRST)
+        newest = written(store, 3, THIRD, FIRST)
+        with caplog.at_level(logging.WARNING, "pushpull"):
+            restored_at_start(AUTO, store.url)
+        (said,) = [r.getMessage() for r in caplog.records if "other_runs_kept" in r.getMessage()]
+        assert branch.directory in said
+        assert source.directory not in said
+        assert newest.directory not in said
 
 
 def test_train_says_so_where_resume_was_forgotten(
