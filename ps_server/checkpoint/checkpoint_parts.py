@@ -473,11 +473,12 @@ class _CheckpointPart:
         self._wake.set()
 
     async def ended(self) -> None:
-        """Stop, and wait until no thread works any more."""
+        """Stop, and wait until no thread works any more; a file that is not finished is removed."""
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError, PushpullError):
             await self._task
         await asyncio.to_thread(self._threads.shutdown)
+        await asyncio.to_thread(self._abort)
 
     def _release(self) -> None:
         self._is_over = True

@@ -106,7 +106,9 @@ class Checkpointing:
         policy: CheckpointPolicy,
         carry_out: Callable[[Decision[Any]], Any],
         metrics: SchedulerMetrics,
+        given_up: Collection[str] = (),
     ) -> None:
+        """`given_up` are those of the cluster that this one replaces; see `end`."""
         self._metrics = metrics
         begun_s = clock.now_s()
         metrics.checkpoint_age_seconds.set_function(lambda: clock.now_s() - begun_s)
@@ -120,7 +122,7 @@ class Checkpointing:
         # By number: the answer to those who asked, or why there is none.
         self._made: dict[int, scheduler_pb2.CreateCheckpointResponse | str] = {}
         self._cut_in_view = 0
-        self._given_up: deque[str] = deque(maxlen=_GIVEN_UP_COUNT)
+        self._given_up = deque(given_up, maxlen=_GIVEN_UP_COUNT)
         self._tasks: set[asyncio.Task[None]] = set()
         self._looks: set[asyncio.Task[None]] = set()  # for files of workers that leave
         self._saved_beside_log: set[NodeId] = set()
@@ -185,11 +187,15 @@ class Checkpointing:
         if reason and self._carried_out(self._cluster.begin_checkpoint(reason, now_s)).number:
             self._schedule.begun(now_s)
 
-    def end(self) -> None:
+    def end(self) -> list[str]:
         """A restore has replaced the cluster: its checkpoints decide nothing any more, no other is
-        pruned for them, and calls that wait for one fail with Fenced.
+        pruned for them, and calls that wait for one fail with Fenced. Returns the directories of
+        those that were given up, of the unfinished one, too.
         """
+        ended = self._cluster.give_up_checkpoint("a restore has replaced the cluster")
         self._is_over = True
+        failed = [each.url for each in ended.transitions if isinstance(each, CheckpointFailed)]
+        return [*self._given_up, *failed]
 
     # --- parts
 
@@ -325,7 +331,8 @@ class Checkpointing:
 
     def resume(self) -> None:
         """Go on with a cluster of the journal, and end its written checkpoint: complete if its
-        directory has a manifest, and failed if it has none.
+        directory has a manifest, and failed if it has none. Remove what the cluster before this one
+        gave up.
         """
         self._is_resumed = bool(self._cluster.view.of_run(UNNAMED).tables)  # a new one has none
         if self._is_resumed:
@@ -333,6 +340,8 @@ class Checkpointing:
             if made is not None:
                 newest = made.clock, self._show(made)
             self._schedule.resumed(self._cluster.view, newest, clock.now_s())
+        if self._given_up:
+            self._start(self._remove_given_up())
         under_way = self._cluster.view.checkpoint
         if under_way is not None:
             self._start(self._end_written(under_way))
@@ -473,6 +482,8 @@ class Checkpointing:
             logs.exception("checkpoint_not_completed", error, number=attempt.number)
             problem = f"{type(error).__name__}: {error}"
         self._carried_out(cluster.end_checkpoint(attempt.number, problem, complete))
+        if problem and self._is_over:
+            await self._remove(attempt.url)
         if not problem and self._keep:
             await self._prune()
 

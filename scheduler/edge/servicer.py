@@ -112,11 +112,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         metrics.journal_not_written.set_function(lambda: self._publication.problem is not None)
         self._begin(begun)
 
-    def _begin(self, begun: Decision[Cluster]) -> None:
-        """Serve this cluster from now on; calls that wait in an earlier one fail."""
+    def _begin(self, begun: Decision[Cluster], given_up: Sequence[str] = ()) -> None:
+        """Serve this cluster from now on; calls that wait in an earlier one fail. `given_up` are
+        directories of checkpoints of that one.
+        """
         cluster = self._cluster = begun.reply
         self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
-        self.checkpointing = Checkpointing(cluster, self._policy, self._carry_out, self._metrics)
+        self.checkpointing = Checkpointing(
+            cluster, self._policy, self._carry_out, self._metrics, given_up
+        )
         self._last_said: dict[NodeId, pb.HeartbeatRequest] = {}
         self._stays_with_runs: set[NodeId] = set()  # servers that were refused after a checkpoint
         self._kept = KeptElsewhere(cluster.settings.lease_s)
@@ -413,8 +417,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 timeline, key = secrets.token_bytes(TIMELINE_BYTES), secrets.token_bytes(32)
                 settings = cluster.in_new_timeline(restored, timeline, key)
                 self._publication.cluster_replaced()
-                self.checkpointing.end()
-                self._begin(Decision(Cluster(settings, clock.now_s())))
+                given_up = self.checkpointing.end()
+                self._begin(Decision(Cluster(settings, clock.now_s())), given_up)
         if restored is None:
             logs.warning("cluster_begun_anew", clock_before=clock_before)
             return pb.RestoreCheckpointResponse()

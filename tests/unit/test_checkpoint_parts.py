@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import threading
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
@@ -35,6 +36,8 @@ from ps_server.ranges.events import Place, PullEvent, PushEvent, SealEvent, Seal
 from ps_server.rows.row_partition import RowSnapshot
 from ps_server.service.node import ParameterNode
 from ps_server.values.row_gradients import payload_of
+from tests.integration.lane_cluster import until
+from tests.integration.open_files import open_files
 
 SERVER = Session("cluster", b"t" * 16, NodeId(1), Incarnation(10), Role.SERVER)
 MODEL = TableId(1)
@@ -421,6 +424,34 @@ def test_a_checkpoint_that_is_given_up_holds_nothing_and_a_later_one_is_made(
         assert list(server.values(report).values()) == [{-3.0}] * BLOCKS
 
     run(tmp_path, drive)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_server_that_ends_leaves_no_half_part(tmp_path: Path, *, is_cut: bool) -> None:
+    """As when a restore has begun another timeline."""
+
+    async def drive(server: Server) -> None:
+        server.propose()
+        if is_cut:
+            server.cut(2)
+            server.step(1)
+        await asyncio.to_thread(until_there, tmp_path / "00000001-c")
+        await server.parts.close()
+        assert left_in(tmp_path) == []
+        assert server.reports == []
+
+    run(tmp_path, drive)
+
+
+def left_in(place: Path) -> list[str]:
+    """Files that are there, or that this process has open."""
+    return [str(each) for each in place.rglob("*.*")] + [
+        each for each in open_files(os.getpid()) if str(place) in each
+    ]
+
+
+def until_there(directory: Path) -> None:
+    until(lambda: directory.is_dir() and any(directory.iterdir()), "the file is begun")
 
 
 def test_a_table_that_fails_before_its_cut_fails_the_part(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from scheduler.machine.checkpoint_state import (
     CheckpointMade,
     CheckpointWritten,
 )
-from scheduler.machine.cluster import Decision
+from scheduler.machine.cluster import Cluster, Decision
 from tests.unit.cluster_harness import Harness
 
 LATE = "server-1-1.safetensors"
@@ -124,5 +125,57 @@ def test_who_waits_for_one_that_a_restore_ended_registers_again(tmp_path: Path) 
         with pytest.raises(Fenced, match="a restore has replaced the cluster") as refusal:
             await checkpointing.create(scheduler_pb2.CreateCheckpointRequest(), math.inf)
         assert refusal.value.retry_after_ms
+
+    asyncio.run(live())
+
+
+def test_a_restore_leaves_no_file_of_one_that_was_under_way(tmp_path: Path) -> None:
+    """Its parts are given up by the servers' next membership, which may be slow to hear of it."""
+    harness = Harness(checkpoint_url=str(tmp_path), server_count=1, worker_count=1)
+    harness.join(Role.SERVER)
+    harness.create(harness.join(Role.WORKER))
+    harness.cluster.begin_checkpoint("asked for", harness.now_s)
+    under_way = harness.cluster.view.checkpoint
+    assert under_way is not None
+    unfinished = tmp_path / under_way.url.rpartition("/")[2]
+
+    def edge(cluster: Cluster, given_up: Sequence[str] = ()) -> Checkpointing:
+        metrics = SchedulerMetrics(CollectorRegistry())
+        return Checkpointing(cluster, CheckpointPolicy(), lambda it: it.reply, metrics, given_up)
+
+    async def live() -> None:
+        before = edge(harness.cluster)
+        unfinished.mkdir()
+        settings = harness.cluster.in_new_timeline(None, b"n" * 16, b"k" * 32)
+        after = edge(Cluster(settings, 100.0), before.end())
+        after.resume()
+        await removals()
+        assert not unfinished.exists()
+        unfinished.mkdir()
+        (unfinished / LATE).write_bytes(b"late")
+        after.published(CheckpointMade(2, f"{tmp_path}/00000002-c"), 1.0)
+        await removals()
+        assert not unfinished.exists()
+
+    asyncio.run(live())
+
+
+def test_a_manifest_that_a_restore_overtakes_and_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    async def live() -> None:
+        checkpointing = Checkpointing(
+            Harness(checkpoint_url=str(tmp_path)).cluster,
+            CheckpointPolicy(),
+            lambda decision: decision.reply,
+            SchedulerMetrics(CollectorRegistry()),
+        )
+        directory = tmp_path / "00000001-c"
+        directory.mkdir()
+        lacks_a_part = Attempt(
+            1, str(directory), "asked for", 0, 0.0, 0.0, servers=frozenset({NodeId(99)})
+        )
+        checkpointing.published(CheckpointWritten(lacks_a_part), 0.0)
+        checkpointing.end()
+        await removals()
+        assert not directory.exists()
 
     asyncio.run(live())
