@@ -9,7 +9,7 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -79,9 +79,9 @@ _LEAST_GRACE_S = 0.5
 _FAILED = 1
 
 
-def main() -> None:
-    """Run until told to stop, or until the cluster has finished."""
-    settings = config.from_command_line(ServerConfig, parser())
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run until told to stop, or until the cluster has finished. `arguments`: the command line."""
+    settings = config.from_command_line(ServerConfig, parser(), arguments)
     try:
         process_end.die_with_parent_if_asked(os.environ)
         process_end.forget_parent(os.environ)  # installed updates are a user's code

@@ -371,7 +371,7 @@ class Checkpointing:
         if is_complete:
             made = await asyncio.to_thread(_found, directory)
             self._metrics.checkpoints.labels(result="complete").inc()
-        if made is not None:
+        if made is not None and not self._is_over:
             made = self._counted(made)
             self._schedule.made(made.clock, self._show(made))
         self._carried_out(self._cluster.end_checkpoint(written.number, problem, made))
