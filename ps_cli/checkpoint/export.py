@@ -28,10 +28,13 @@ from ps_cli.console.tensor_file import (
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import has_ids
 from ps_core.tables.elements import DType
-from ps_core.tables.optimizers import OptimizerKind
+from ps_core.tables.optimizers import DELAY_MEAN_SQUARE, OptimizerKind
 from ps_core.tables.table import Table, TensorSegment
 from ps_runtime.checkpoint.part_file import ELEMENT_BYTES, IDS, VALUES
 from ps_runtime.checkpoint.reader import CheckpointReader
+
+_NO_SLOTS = {VALUES, DELAY_MEAN_SQUARE}
+"""Tensors of a block that are no state of an optimizer."""
 
 STATE_FORMAT = "pushpull-optimizer-state"
 STATE_VERSION = 1
@@ -169,7 +172,7 @@ def _export_state(
                 pieces.append(own)
             continue
         blocks = (reader.block(table.spec.name, each) for each in range(table.block_count))
-        for slot in sorted({slot for block in blocks for slot in block.tensors} - {VALUES}):
+        for slot in sorted({slot for block in blocks for slot in block.tensors} - _NO_SLOTS):
             source = _Slot(reader, table, slot)
             for index, tensor in enumerate(table.spec.tensors):
                 found = source.presence(index)

@@ -130,6 +130,9 @@ Hyperparameters = tuple[tuple[str, float], ...]
 """Sorted (name, value) pairs: comparable and hashable."""
 
 
+DELAY_MEAN_SQUARE = "delay_mean_square"
+"""The state that adaptive delay compensation adds to a block, beside the optimizer's."""
+
 DISAGREE = "disagree about clock"
 """The words of an error that is about workers whose seals of one clock differ."""
 

@@ -36,7 +36,7 @@ from ps_core.keys import TableId
 from ps_core.manifest import PartReport, ReportedTable, place_in
 from ps_core.sliced_work import Work
 from ps_core.tables.elements import DType
-from ps_core.tables.optimizers import OptimizerKind
+from ps_core.tables.optimizers import DELAY_MEAN_SQUARE, OptimizerKind
 from ps_core.tables.table import Table
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.part_header import clear_by_entry
@@ -56,6 +56,7 @@ from ps_server.ranges.events import AnswerPull, RefusePull
 from ps_server.service.node import ParameterNode
 from ps_server.values.copy_on_write import CopyQuota, Key, RangeSnapshots
 from ps_server.values.row_pieces import row_tensor_dtypes
+from ps_server.values.shard_store import ShardStore
 from ps_server.values.store_copy import VALUES, SavedBlock, tensor_of
 
 _THREAD_COUNT = 2
@@ -138,8 +139,20 @@ class CheckpointParts:
             return tuple(row_tensor_dtypes(table.spec, table.spec.rows))
         if optimizer.kind is OptimizerKind.CUSTOM:
             slots = self._node.shards.custom_state(optimizer.custom_update)
-            return tuple(map(tensor_of, slots))
-        return _STATE_NAMES.get(optimizer.kind, ())
+            names = tuple(map(tensor_of, slots))
+        else:
+            names = _STATE_NAMES.get(optimizer.kind, ())
+        return (*names, DELAY_MEAN_SQUARE) if self._may_have_means(table) else names
+
+    def _may_have_means(self, table: Table) -> bool:
+        """True if blocks of the table may have the state of adaptive delay compensation: they keep
+        it under each later setting.
+        """
+        stores = self._node.shards.stores.items()
+        return table.consistency.adaptive or any(
+            table_id == table.table_id and isinstance(store, ShardStore) and store.has_means
+            for (table_id, _), store in stores
+        )
 
     def _answered(self, effect: AnswerPull | RefusePull) -> None:
         if self._part is not None:

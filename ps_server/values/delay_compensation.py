@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ps_core.keys import Incarnation
+from ps_core.tables.optimizers import DELAY_MEAN_SQUARE
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.contributions import Contribution, element_mask, head, take_padded
 from ps_server.values.optimizers import BlockState
 
-MEAN_SQUARE = "delay_mean_square"
-"""The optimizer state that the adaptive form adds to a block."""
+MEAN_SQUARE = DELAY_MEAN_SQUARE
 
 MEAN_DECAY = 0.95
 EPSILON = 1e-7

@@ -141,6 +141,11 @@ class ShardStore:
         return self._kept.byte_count + self._sums.byte_count + self._block_bytes
 
     @property
+    def has_means(self) -> bool:
+        """True if a block has had adaptive delay compensation. Looks at each."""
+        return any(delay.MEAN_SQUARE in state.slots for state in self._states.values())
+
+    @property
     def copy_bytes(self) -> int:
         """The most bytes that a checkpoint's copy of it has."""
         return self._block_bytes

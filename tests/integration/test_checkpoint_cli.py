@@ -148,7 +148,8 @@ def save(directory: CheckpointDirectory, tables: dict[str, tuple[TableSpec, torc
     """A checkpoint of whole vectors; of Adam's tables block 1 and what follows has taken steps."""
     directory.create()
     path = directory.begin("server-1.safetensors")
-    planned = [PlannedTable(name, 100, ("values", "exp_avg")) for name in tables]
+    states = ("values", "exp_avg", "delay_mean_square")
+    planned = [PlannedTable(name, 100, states) for name in tables]
     writer = PartWriter(path, planned)
     counts = {}
     for name, (spec, vector) in tables.items():
@@ -160,6 +161,7 @@ def save(directory: CheckpointDirectory, tables: dict[str, tuple[TableSpec, torc
             has_state = spec.optimizer.kind is OptimizerKind.ADAM and block > 0
             if has_state:
                 writer.append(name, block, "exp_avg", (2 * cut).tobytes(), dtype)
+                writer.append(name, block, "delay_mean_square", cut.tobytes(), dtype)  # no slot
             writer.note_block(name, block, 9, [9 if has_state else 0])
             counts[name] = block + 1
     written = writer.finish(1, CLUSTER_ID)

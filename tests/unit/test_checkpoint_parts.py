@@ -454,6 +454,38 @@ def until_there(directory: Path) -> None:
     until(lambda: directory.is_dir() and any(directory.iterdir()), "the file is begun")
 
 
+class LongNamed(Server):
+    """Its table's name is long: each tensor's takes as much of the header."""
+
+    def spec_of(self, blocks: int) -> TableSpec:
+        momentum = OptimizerSpec(OptimizerKind.SGD, (("lr", 1.0), ("momentum", 0.5)))
+        return replace(super().spec_of(blocks), name="m" * 200, optimizer=momentum)
+
+
+@pytest.mark.parametrize("later", ["asp:compensate=1,adaptive", "asp"])
+def test_a_part_has_the_state_of_adaptive_compensation(tmp_path: Path, later: str) -> None:
+    """Which blocks keep under a later setting."""
+
+    async def driven() -> None:
+        server = LongNamed(f"file://{tmp_path}/00000001-c", "asp:compensate=1,adaptive", 50)
+        for store in server.node.shards.stores.values():
+            for block in store.blocks:
+                store.keep(Incarnation(11), block)  # as a pull of the worker's does
+        server.step(1)
+        assert server.clocks == {1}
+        if later != "asp:compensate=1,adaptive":
+            server.table = replace(server.table, change=TableChange(1, 1, parsed(later)))
+        server.propose()
+        server.cut(1)
+        report = await server.report()
+        assert not report.problem
+        kinds = {name.rpartition("/")[2] for name in server.values(report)}
+        assert kinds == {"values", "momentum_buffer", "delay_mean_square"}
+        await server.parts.close()
+
+    asyncio.run(driven())
+
+
 def test_a_table_that_fails_before_its_cut_fails_the_part(tmp_path: Path) -> None:
     async def drive(server: Server) -> None:
         server.propose()
