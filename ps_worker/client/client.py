@@ -26,7 +26,7 @@ from ps_worker.client.checkpoints import ClientCheckpoints
 from ps_worker.client.collectives import CollectiveCalls
 from ps_worker.client.connection import ClientConnection, Ticket
 from ps_worker.client.data_shards import DataShards
-from ps_worker.client.open_clients import OPEN, Awaiting, has_worker, is_normal_end
+from ps_worker.client.open_clients import OPEN, Awaiting, has_worker, is_normal_end, opened
 from ps_worker.client.tables import ClientTables, Pulls
 from ps_worker.embedding.rows import cut_ids, gradients_of, ids_of, rows_of
 from ps_worker.spec.batch_sizes import BatchSpec
@@ -107,7 +107,7 @@ class Client:
 
         self.checkpoints = ClientCheckpoints(self.connection, self.tables)
         self.collectives = CollectiveCalls(self.connection, self.checkpoints.save_points)
-        OPEN.add(self)
+        opened(self)
 
     # --- who and where
 

@@ -9,6 +9,7 @@ from typing import TypedDict, Unpack
 
 from ps_core.errors import InvalidConfig, PushpullError
 from ps_runtime.observe import logs
+from ps_runtime.settings.job_place import JobPlace
 from ps_worker.client.client import Client
 from ps_worker.client.shown_options import defaults_of, shows
 from ps_worker.spec.settings import check_options
@@ -83,7 +84,8 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
 
     Returns:
         The client, a context manager. It leaves the cluster when its `with` block ends normally,
-        when `close` is called, and when the process ends normally.
+        when `close` is called, and when the process ends normally; without `with` that may be by
+        `sys.exit(1)`, of which only `pushpull worker` and children of `multiprocessing` know.
 
     Blocking: until the cluster has answered, at most `connect_deadline_s`.
 
@@ -101,10 +103,15 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
             logs.info("rank_of_job", rank=place.rank, workers=place.world_size, source=place.source)
         client = Client(worker_config({"scheduler": scheduler, **options}))
     except PushpullError as refusal:
-        if place is not None and isinstance(refusal, InvalidConfig):
-            refusal = InvalidConfig(f"{refusal.message}; this process is {place}")
         # The frames within do not help the caller, and would hide the reason.
-        raise refusal.with_traceback(None) from None
+        raise _with_place(refusal, place).with_traceback(None) from None
     if not client.is_reader:
         logs.info("worker_joined", rank=client.rank, workers=client.world_size)
     return client
+
+
+def _with_place(refusal: PushpullError, place: JobPlace | None) -> PushpullError:
+    """The refusal, with the rank that was taken from the job, if it was."""
+    if place is None or not isinstance(refusal, InvalidConfig):
+        return refusal
+    return InvalidConfig(f"{refusal.message}; this process is {place}")

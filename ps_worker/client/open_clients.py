@@ -1,13 +1,18 @@
 """The open clients of this process: their common metrics, and their end with the process.
 
-A client stays here until it is closed, because one that its script lost still has to leave.
+A client stays here until it is closed, because one that its script lost still has to leave. Python
+tells nobody at its end that `sys.exit` ended a script, and with which status: such a script counts
+as one that has ended normally, unless `pushpull worker` runs it.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import weakref
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Protocol
 
 from ps_core.cluster_view import Role
@@ -41,6 +46,9 @@ class Awaiting(Protocol):
 
 OPEN: set[OpenClient] = set()
 
+_child_pid = 0
+"""The child of `multiprocessing` that closes its clients at its end."""
+
 _STRANDED: weakref.WeakSet[OpenClient] = weakref.WeakSet()
 """Clients whose cluster this process has stopped."""
 
@@ -49,6 +57,17 @@ NODE_MEASURES.watch(
     lambda: max((c.engine.view.view_number for c in list(OPEN)), default=0),
     lambda: max((c.engine.contact_age_s for c in list(OPEN)), default=0.0),
 )
+
+
+def opened(client: OpenClient) -> None:
+    """Keep a client until it is closed. A child of `multiprocessing` ends it before `atexit`, which
+    knows nothing of the error that has ended the child, or never comes (fork, forkserver).
+    """
+    global _child_pid
+    OPEN.add(client)
+    if parent_process() is not None and _child_pid != os.getpid():
+        _child_pid = os.getpid()
+        Finalize(None, lambda: _end_all(sys.exc_info()[1]), exitpriority=0)
 
 
 def has_worker() -> bool:
@@ -89,20 +108,22 @@ def close_all(failed_by: str = "") -> None:
         raise failures[0]
 
 
-def _at_exit() -> None:
-    """Close the clients of a script that did not; after an exception, abandon them. Those whose
-    cluster the script has stopped only end.
+def _end_all(error: BaseException | None) -> None:
+    """Close the clients of a script that did not; after an error, abandon them. Those whose cluster
+    the script has stopped only end.
     """
-    last = getattr(sys, "last_value", None)
-    has_failed = last is not None and not hasattr(sys, "ps1")
     for client in list(OPEN):
         try:
-            if has_failed and client not in _STRANDED:
-                client.abandon(type(last).__name__)
-            else:
+            if client in _STRANDED or is_normal_end(error):
                 client.close(leave=client not in _STRANDED)
+            else:
+                client.abandon(type(error).__name__)
         except Exception as failure:  # noqa: BLE001 - the others still have to leave
             logs.error("leave_failed", error=failure)
+
+
+def _at_exit() -> None:
+    _end_all(None if hasattr(sys, "ps1") else getattr(sys, "last_value", None))
     stop_background()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import ps_worker as ps
 from ps_core.cluster_view import NodeState, Role
 from tests.integration.command_line import ROOT, environment
+from tests.integration.warm_processes import warm_context
 
 pytestmark = pytest.mark.thorough
 
@@ -154,3 +156,38 @@ def test_where_no_thread_takes_work_the_caller_does_it_and_names_are_not_resolve
 
 def test_the_caller_copies_out_of_shared_memory_where_no_thread_does() -> None:
     assert ran(COPIES, "") == (0, "[True]\nNone\n", "")
+
+
+def _child(address: str, rank: int, how: str) -> None:
+    ps.connect(address, rank=rank)
+    if how == "fails":
+        raise RuntimeError("on purpose")
+    if how != "returns":
+        sys.exit(int(how))
+
+
+ENDS = [
+    ("forkserver", "returns", NodeState.LEFT),
+    ("forkserver", "0", NodeState.LEFT),
+    ("forkserver", "1", NodeState.GONE),
+    ("forkserver", "fails", NodeState.GONE),
+    ("spawn", "returns", NodeState.LEFT),
+    ("spawn", "fails", NodeState.GONE),
+]
+
+
+def test_a_child_of_multiprocessing_leaves_if_it_ends_normally_and_else_is_gone() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    begins = {"forkserver": warm_context().Process, "spawn": spawn.Process}
+    with ps.local_cluster(workers=len(ENDS)) as cluster:
+        children = [
+            begins[method](target=_child, args=(cluster.address, rank, how))
+            for rank, (method, how, _) in enumerate(ENDS)
+        ]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join(DEADLINE_S)
+        with ps.connect(cluster.address, role="operator") as operator:
+            states = {n.rank: n.state for n in operator.engine.view.nodes if n.role is Role.WORKER}
+    assert [states[rank] for rank in range(len(ENDS))] == [state for _, _, state in ENDS]
