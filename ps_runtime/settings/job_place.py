@@ -19,7 +19,7 @@ from ps_core.errors import InvalidConfig
 HOSTNAME = "hostname"
 """The value of the setting `identity` for this host's name."""
 
-REMEDY = "give --rank or PUSHPULL_RANK"
+REMEDY = "give rank=, --rank or PUSHPULL_RANK"
 
 _TORCHRUN = ("LOCAL_WORLD_SIZE", "GROUP_RANK")
 """Variables that torchrun sets, and no operator does."""

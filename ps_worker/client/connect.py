@@ -9,7 +9,7 @@ from typing import TypedDict, Unpack
 
 from ps_core.errors import InvalidConfig, PushpullError
 from ps_runtime.observe import logs
-from ps_runtime.settings.job_place import JobPlace
+from ps_runtime.settings.job_place import REMEDY, JobPlace
 from ps_worker.client.client import Client
 from ps_worker.client.shown_options import defaults_of, shows
 from ps_worker.spec.settings import check_options
@@ -114,4 +114,7 @@ def _with_place(refusal: PushpullError, place: JobPlace | None) -> PushpullError
     """The refusal, with the rank that was taken from the job, if it was."""
     if place is None or not isinstance(refusal, InvalidConfig):
         return refusal
-    return InvalidConfig(f"{refusal.message}; this process is {place}")
+    return InvalidConfig(
+        f"{refusal.message}; this process is {place}. If these do not count workers, {REMEDY}, or "
+        "unset them"
+    )

@@ -85,7 +85,10 @@ def test_a_job_of_fewer_workers_than_the_cluster_waits_for_is_refused_at_once(
 ) -> None:
     for name, value in {**SRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}.items():
         monkeypatch.setenv(name, value)
-    refused = r"the job has 1 workers .* started for 2 workers: start its scheduler with .*Slurm"
+    refused = (
+        r"the job has 1 workers .* started for 2 workers: start its scheduler with .*Slurm\)\. If "
+        r"these do not count workers, give rank=, --rank or PUSHPULL_RANK, or unset them"
+    )
     with pytest.raises(InvalidConfig, match=refused):
         ps.connect(cluster.address)
     with ps.connect(cluster.address, rank=0) as client:  # said to pushpull: the job is not asked

@@ -66,10 +66,10 @@ def test_under_torchrun_the_others_number_machines(machines: dict[str, str]) -> 
     ("env", "message"),
     [
         (SRUN | {"RANK": "0", "WORLD_SIZE": "4"},
-         r"rank 0 of 4 \(RANK .*\), and rank 2 of 4 \(SLURM_PROCID .*disagree; give --rank"),
+         r"rank 0 of 4 \(RANK .*\), and rank 2 of 4 \(SLURM_PROCID .*disagree; give rank=, --rank"),
         (SRUN | {"RANK": "2", "WORLD_SIZE": "8"}, r"rank 2 of 8 .*rank 2 of 4 .*disagree"),
         ({"RANK": "0", "WORLD_SIZE": "2", "JOB_COMPLETION_INDEX": "1"}, "disagree"),
-        ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK is 4 of 4 processes; give --rank"),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK is 4 of 4 processes; give rank=, --rank"),
         ({"RANK": "x", "WORLD_SIZE": "4"}, "RANK is 'x'; expected a number of 0 or more; give"),
         ({"PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "4"}, "torchrun --no-python pushpull worker"),
     ],
