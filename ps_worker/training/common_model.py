@@ -208,7 +208,8 @@ class CommonModel:
                     return
 
     def _check_unchanged(self) -> None:
-        edited = {table: indexes for table in self._tables if (indexes := table.edited())}
+        each = [(table, table.edited(looks=True)) for table in self._tables]
+        edited = {table: indexes for table, indexes in each if indexes}
         if edited:
             remedy = "or take a step() first"
             if self.is_interrupted:

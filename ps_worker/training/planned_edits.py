@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from ps_worker.training.tables.trained_table import TrainedTable
 
 _NAMED_COUNT = 3
+
+LOOK_EVERY = 16
+"""The step in which every bit of a table that sleeps is compared: one in so many."""
 
 REMEDIES = (
     "Do the same at every rank before the same step (with Outer: right after the same outer step): "
@@ -74,6 +77,14 @@ class PlannedEdits:
 
     def __bool__(self) -> bool:
         return bool(self._left)
+
+    def found(self, tables: Iterable[TrainedTable], clock: int) -> Edited:
+        """The parameters that the script has changed, before the step after the model's `clock`:
+        workers look at tables that sleep at the same clock, and again at those of planned edits.
+        """
+        planned = self.edited if self._left else ()
+        looks = [(table, (clock + 1) % LOOK_EVERY == 0 or table in planned) for table in tables]
+        return {table: edited for table, is_due in looks if (edited := table.edited(looks=is_due))}
 
     def plan(
         self, edited: Edited, loaded: LoadedState | None, problem: str, passed_count: int = 0
@@ -120,10 +131,18 @@ class PlannedEdits:
 
 def edit_refused(edited: Edited, name: str, why: str) -> str:
     """The message about changed parameters that no step can take."""
-    return (
+    words = (
         f"parameter {names_of(edited)} of '{name}' was changed since the last step, {why}. "
-        "Nothing was sent of this step, and the change stays until it is undone or taken. Change "
-        "it under BSP: set_consistency('bsp') at every worker, the change, step(), and "
+        "Nothing was sent of this step, and the change stays until it is undone or taken. "
+    )
+    if all(table.is_asleep for table in edited):
+        return words + (
+            "It is frozen: where the script itself changes it (a momentum teacher), give the "
+            "optimizer only the parameters that it trains: [p for p in m.parameters() if "
+            "p.requires_grad], module=m"
+        )
+    return words + (
+        "Change it under BSP: set_consistency('bsp') at every worker, the change, step(), and "
         "set_consistency() back; or before the optimizer is made. To clamp in every step, give the "
         "optimizer clamp=(least, greatest)"
     )

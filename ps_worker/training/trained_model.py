@@ -553,7 +553,7 @@ class TrainedModel:
             self._end(self._sealed)
 
     def _edited(self) -> Edited:
-        return {table: found for table in self.tables if (found := table.edited())}
+        return self._edits.found(self.tables, self.clock)
 
     def _plan_edits(self) -> None:
         self._edits.forget()

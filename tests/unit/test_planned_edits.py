@@ -16,6 +16,7 @@ from ps_worker.training.planned_edits import (
     PASSED,
     PlannedEdits,
     digest_of,
+    edit_refused,
     names_of,
     problem_of,
 )
@@ -150,3 +151,26 @@ def test_another_shape_is_a_problem() -> None:
     (table,) = trained_tables(SGD(lr=1.0), [nn.Parameter(torch.ones(2, 3))])
     table.layout.placed[0].tensor.data = torch.ones(3, 2)
     assert "has shape (3, 2); expected (2, 3)" in problem_of({table: [0]}, may_be_infinite=True)
+
+
+def test_workers_look_at_tables_that_sleep_at_one_clock_of_the_model() -> None:
+    """However often each has asked: after waits that expired, or since it has joined."""
+    _, asleep = awake_and_asleep()
+    asleep.write_parameters()
+    asleep.layout.placed[0].tensor.data.fill_(2.0)  # autograd does not hear of it
+    edits = PlannedEdits()
+    for asked in (1, 3):
+        found = [edits.found([asleep], clock) for clock in range(33) for _ in range(asked)]
+        assert [place // asked for place, edited in enumerate(found) if edited] == sorted(
+            [15, 31] * asked
+        )
+    edits.plan({asleep: [0]}, None, "")
+    assert edits.found([asleep], 16) == {asleep: [0]}, "it was planned"
+
+
+def test_the_remedy_for_frozen_parameters_is_to_leave_them_out() -> None:
+    awake, asleep = awake_and_asleep()
+    frozen = edit_refused({asleep: [0]}, "model", "under asp")
+    assert "give the optimizer only the parameters that it trains" in frozen
+    assert "set_consistency" not in frozen
+    assert "set_consistency('bsp')" in edit_refused({asleep: [0], awake: [0]}, "model", "under asp")

@@ -55,9 +55,6 @@ _REMEDIES = (
     "right after step(), and freeze with requires_grad_(False) what another loss passes through"
 )
 
-_LOOK_EVERY = 16
-"""The step in which every bit of a table that sleeps is compared: one in so many."""
-
 
 class TrainedTable:
     """The parameters of one layout, on the servers; making it blocks until their table exists.
@@ -110,7 +107,6 @@ class TrainedTable:
         )
         self.moves = LocalMoves(self.handle.table, layout, self._received, optimizer)
         self._edit: FlatBuffer | None = None
-        self._look_count = 0
         self._arrivals: list[Arrival] = []
         self._staging: GradientStaging | None = None
         # Hooks run on autograd's threads, one for each device, one of which may end the last step;
@@ -258,19 +254,17 @@ class TrainedTable:
 
     # --- edits
 
-    def edited(self) -> list[int]:
+    def edited(self, *, looks: bool) -> list[int]:
         """The parameters that the script has changed since they were written, as places in the
         layout. Reads every parameter once (CPU), or waits for the device. A table that sleeps is
-        read only if autograd knows of a change, and in one step of `_LOOK_EVERY`, because reading a
-        large frozen model would cost as much as a pass through it.
+        read only if autograd knows of a change, or this call `looks`, because reading a large
+        frozen model would cost as much as a pass through it.
         """
         self.await_values(len(self.layout.placed) - 1)
         if not self._written.is_known:
             return []
-        if self.is_asleep:
-            self._look_count += 1
-            if self._look_count % _LOOK_EVERY and not self._written.is_touched:
-                return []
+        if self.is_asleep and not (looks or self._written.is_touched):
+            return []
         found = self._written.edited()
         if not found:
             self._written.mark()
