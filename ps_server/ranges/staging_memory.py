@@ -5,6 +5,7 @@ Rules:
       The payloads of a step become the sum first, so together they never take more by it.
     - A step is (clock, rank). Space goes to the lowest step among those with something sent here.
     - When a lower step finds no space, the highest steps are given back whole, to be sent again.
+    - A step that was refused anything, or given back, waits until it has credit or is staged whole.
     - So two servers never favour two different workers for good, and no arrival order deadlocks.
     - A sum of rows has the rows of each worker. What it takes beyond a step is told, and bounded by
       the workers alone: an update needs all of it.
@@ -67,9 +68,12 @@ class StagingQuota:
             # A retry without credit asks for the same bytes again: never count more than a step.
             self._waiting[step] = min(asked, self._step_bytes - self._staged.get(step, 0))
             return None
-        self._staged[step] = self._staged.get(step, 0) + byte_count
+        staged = self._staged[step] = self._staged.get(step, 0) + byte_count
         self._staged_bytes += byte_count
-        self._waiting.pop(step, None)
+        # This may be another payload than the refused ones, which still wait for their turn.
+        waiting = min(self._waiting.pop(step, 0), self._step_bytes - staged)
+        if waiting > 0:
+            self._waiting[step] = waiting
         if self._staged_bytes > left_by_sums:
             raise InvariantViolation("ROOM-1", "staged more than fits")
         return given_back

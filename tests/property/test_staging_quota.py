@@ -58,7 +58,8 @@ class Rooms(RuleBasedStateMachine):
             self.waiting.add(step)
             return
         assert all(other > step for other in given_back)
-        self.waiting.discard(step)
+        if self._bytes(step) + size == STEP_BYTES:
+            self.waiting.discard(step)
         self.staged = [item for item in self.staged if item[0] not in given_back]
         self.waiting.update(given_back)
         self.staged.append((step, size))
