@@ -207,7 +207,9 @@ class Reduce(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Drop the accumulator: nobody can say its scale, or workers disagree about an edit."""
+    """Drop the accumulator: nobody can say its scale, or it has its scale and nobody pushed to it;
+    or workers disagree about an edit.
+    """
 
     record: Record
 

@@ -31,6 +31,7 @@ from ps_server.ranges.events import (
     Accumulate,
     Apply,
     Contributor,
+    Drop,
     Effect,
     Forget,
     Record,
@@ -408,8 +409,7 @@ class UpdateGate:
             return
         said_by = Contributor(worker.rank, worker.incarnation, (event.sequence,), False)
         record = self._records.scaled(summed, said_by, event.scale)
-        if record.blocks:
-            out.append(Apply(record))
+        out.append(Apply(record) if record.blocks else Drop(record))
         self._records.count(record)
         self.aggregation.pass_clock(record.clock)
         self._go_on(record.clock, now_s, out)

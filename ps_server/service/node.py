@@ -724,7 +724,7 @@ class ParameterNode:
                 self.metrics.short_updates.inc()
 
     def _dropped(self, record: Record) -> None:
-        if not record.contributor_count:  # its workers disagree
+        if not record.contributor_count or record.summed_by:  # its workers disagree; or it is empty
             return
         self.metrics.short_updates.inc()
         logs.warning(

@@ -229,6 +229,14 @@ _ONE_TABLE = (
         _STEPS,
     ),
     Mutant(
+        "a sum of nothing stays when its scale is said",
+        "S4",
+        _GATE,
+        "        out.append(Apply(record) if record.blocks else Drop(record))\n",
+        "        if record.blocks:\n            out.append(Apply(record))\n",
+        _FAILOVER,
+    ),
+    Mutant(
         "a read does not wait for its own step",
         "S5",
         _READS,

@@ -387,6 +387,8 @@ class SimServer:
 
     def _reducing(self, record: Record) -> Work[tuple[float, ...]]:
         key = (record.table_id, record.range_id, record.clock)
+        others = [other for other in self.reduced if other[:2] == key[:2]]
+        assert not others, f"S4: sums that have their scale stay: {others}"
         self.reduced[key] = record
         yield from self.held(key[:2]).shards.reducing(record)
         found = dict.fromkeys(self.machine.shards[key[:2]].state.blocks, 0.0)
@@ -395,7 +397,7 @@ class SimServer:
         return tuple(found[block] for block in sorted(found))
 
     def _drop(self, record: Record) -> None:
-        """Only those who are gone had a part in it, or the workers disagree."""
+        """Nobody pushed to it, or only those who are gone did, or the workers disagree."""
         key = (record.table_id, record.range_id, record.clock)
         self.held(key[:2]).shards.drop(record)
         if key not in self.reduced:
@@ -403,6 +405,11 @@ class SimServer:
             self.sums.pop(key)
             return
         del self.reduced[key]
+        if record.summed_by:
+            grads = self.sums.pop(key, ())
+            assert not grads, f"S4: a sum was dropped that has its scale: {grads}"
+            self.world.counts["sums of nothing"] += 1
+            return
         for grad in self.sums.pop(key, []):
             self.fenced.get(grad.rank, set()).discard((record.table_id, grad))
         self.world.counts["dropped updates"] += 1

@@ -90,6 +90,19 @@ def test_the_first_word_counts_and_the_others_agree() -> None:
     assert at.machine.state.clock == 1
 
 
+def test_a_sum_of_nothing_is_dropped_when_its_scale_is_said() -> None:
+    """Else a server keeps one more of each clipped step that has no gradient in the range."""
+    at = bench()
+    for rank in range(2):
+        at.seal(rank, 1, 1, (), clip_scale=0.5)
+    assert [effect.record.clock for effect in at.effects if isinstance(effect, Reduce)] == [1]
+    said = at.scale(1, 2, 1, 0.25)
+    (dropped,) = [effect for effect in said if isinstance(effect, Drop | Apply)]
+    assert isinstance(dropped, Drop)
+    assert dropped.record.summed_by  # nobody is told that an update was lost
+    assert at.machine.state.clock == 1
+
+
 def test_both_are_named_who_disagree_and_the_first_stands() -> None:
     at = summed()
     at.scale(1, 3, 1, 0.25)
