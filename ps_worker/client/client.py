@@ -260,7 +260,7 @@ class Client:
         Blocking: as `push`.
 
         Raises:
-            InvalidConfig: hyperparameters that the optimizer lacks.
+            InvalidConfig: hyperparameters that the optimizer lacks, or a scale outside its bounds.
             NotPermitted: this is not a worker.
         """
         checked = checked_hyperparameters(table, hyperparameters)

@@ -17,6 +17,7 @@ Rules:
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -368,9 +369,13 @@ class TableStep:
                 is an update of its own. Under BSP the update waits for `TableSteps.scale`.
 
         Raises:
-            InvalidConfig: sealed already, or a hyperparameter that the table's optimizer lacks.
+            InvalidConfig: sealed already, or a hyperparameter that the table's optimizer lacks, or
+                a scale that is not finite and above 0.
         """
         self._check_open()
+        for name, scale in (("contribution_scale", contribution_scale), ("clip_scale", clip_scale)):
+            if scale is not None and not 0.0 < scale < math.inf:
+                raise InvalidConfig(f"{name} is {scale}; expected finite and above 0")
         if hyperparameters:
             self.table.spec.optimizer.merged(hyperparameters)
         return self._end(StepTerms(hyperparameters, contribution_scale, skip, last, clip_scale))

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -498,6 +499,19 @@ def test_a_warm_up_ends_with_the_share_and_falls_by_the_same_factor() -> None:
     ]
     assert PushCodec.parsed("topk:0.3:2").payload_bytes(100, 1) == 240
     assert PushCodec.parsed("topk").payload_bytes(3, 1) == 8
+
+
+@pytest.mark.parametrize("terms", [{"contribution_scale": 0.0}, {"clip_scale": math.nan}])
+def test_a_scale_that_is_none_is_refused_and_the_step_stays_open(terms: dict[str, Any]) -> None:
+    steps = TableSteps(table(), _Sink(), encoder=PushEncoder(table(), INT8, 0))
+    for _ in range(2):
+        step, gradient = steps.open_step(), np.linspace(-1, 1, BLOCK, dtype=np.float32)
+        step.push_blocks([BlockValues(0, gradient.data.cast("B"))])
+        with pytest.raises(InvalidConfig, match=f"{next(iter(terms))} is .*; expected finite and"):
+            step.seal(**terms)
+        assert steps.open_step() is step
+        step.seal()
+    assert steps.clock == 2
 
 
 def descended(pushed: Callable[[int, Floats], Floats], every: int = 1) -> float:
