@@ -121,6 +121,7 @@ class RestoredStates:
             self.table_names = tuple(reader.tables)
             if reader.manifest.is_imported:
                 self.imported = Imported.of(url, [table.spec for table in reader.tables.values()])
+            self._ranks = {worker.rank for worker in reader.manifest.workers}
             self.rank_count = max((w.rank + 1 for w in reader.manifest.workers), default=0)
             workers = sorted(reader.manifest.workers, key=lambda w: (w.rank != rank, w.rank))
             found = next((worker for worker in workers if worker.file), None)
@@ -139,6 +140,10 @@ class RestoredStates:
 
     def find(self, name: str) -> Any | None:
         return self._states.get(name)
+
+    def lacks(self, rank: int, name: str) -> bool:
+        """True if the checkpoint has this worker's rank, and no state of its of this name."""
+        return rank in self._ranks and not (self.is_own and name in self._states)
 
     def check_parameters(self, name: str, state: object) -> None:
         """Refuse a checkpoint that has lost the parameters of a model with some of its tables, as

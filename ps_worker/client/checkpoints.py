@@ -262,17 +262,23 @@ class ClientCheckpoints:
                 model that only workers had; the message names one that has them.
         """
         self._connection.check_may_push("attach state")
+        restored, rank = self._restored_states(), self._engine.session.rank
         if per_rank:
-            self.attach_for([self._engine.session.rank], name, state)
+            self.attach_for([rank], name, state)
+            if restored is not None and restored.lacks(rank, name):
+                self._tell_lacking(name)
             return
         self.save_points.attach(name, state)
         found = self.restored_state(name)
         if found is not None:
             self.save_points.load(name, found)
             self.save_points.loaded(name)
-        elif (restored := self._restored_states()) is not None and not self.imported:
+        elif restored is not None and not self.imported:
             restored.check_parameters(name, state)
-            logs.warning("state_not_in_checkpoint", name=name, url=self.restored_from)
+            self._tell_lacking(name)
+
+    def _tell_lacking(self, name: str) -> None:
+        logs.warning("state_not_in_checkpoint", name=name, url=self.restored_from)
 
     def attach_for(self, ranks: Collection[int], name: str, state: HasState) -> None:
         """As `attach`, per rank, of a state that goes on from what the workers of these ranks had

@@ -161,6 +161,33 @@ def test_servers_that_can_write_no_checkpoint_any_more_go_on(
         client.close()
 
 
+class Position:
+    """A place in the data."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": 7}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state == {"at": 7}
+
+
+@pytest.mark.thorough
+def test_a_state_of_each_worker_that_the_checkpoint_lacks_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ps.local_cluster(1, 1, checkpoint_url=str(tmp_path)) as cluster:
+        client = connect(cluster, 0, "grpc")
+        client.attach_state("there", Position(), per_rank=True)
+        client.push_pull(counting_table(client), ONES)
+        made = client.checkpoint().wait()
+        client = client.restore(made.url)
+        for name in ("there", "not there"):
+            client.attach_state(name, Position(), per_rank=True)
+        client.close()
+    told = [r.getMessage() for r in caplog.records if "state_not_in_checkpoint" in r.getMessage()]
+    assert told == [f'event=state_not_in_checkpoint name="not there" url={made.url}']
+
+
 @pytest.mark.thorough
 def test_nothing_of_the_timeline_before_stays_in_memory(tmp_path: Path) -> None:
     """What is shared has no name: only whoever has it can let go of it."""
