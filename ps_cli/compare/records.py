@@ -88,6 +88,7 @@ def _read(path: Path) -> WorkerRecord | None:
     quality: dict[str, float | None] = {}
     byte_counts = 0, 0
     for line in lines[1:]:
+        began_s = line.get("began_s", began_s)
         at_s = began_s + line.get("t_s", 0.0)
         if line["kind"] == "step":
             steps.append(StepEntry(at_s, *(line[name] for name in _STEP_FIELDS)))
@@ -102,11 +103,14 @@ def _read(path: Path) -> WorkerRecord | None:
                 line["pull_codec"],
                 line["inner_steps"],
             )
-            tables.append(TableEntry(line["name"], line["optimizer"], mode))
+            entry = TableEntry(line["name"], line["optimizer"], mode)
+            if entry not in tables:  # made again after a restore
+                tables.append(entry)
         elif line["kind"] == "quality":
             quality |= line["measures"]
         elif line["kind"] == "end":
-            byte_counts = line["pushed_bytes"], line["pulled_bytes"]
+            pushed_bytes, pulled_bytes = byte_counts
+            byte_counts = pushed_bytes + line["pushed_bytes"], pulled_bytes + line["pulled_bytes"]
     return WorkerRecord(
         lines[0]["rank"], tuple(tables), tuple(steps), tuple(losses), quality, *byte_counts
     )

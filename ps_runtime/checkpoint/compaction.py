@@ -57,7 +57,7 @@ def compact(store: CheckpointStore, reader: CheckpointReader, disk: Disk = DISK)
         if problems:
             raise InvalidCheckpoint(f"what was written is not good: {problems[0]}")
         directory.write_manifest(manifest)
-    except PushpullError:
+    except BaseException:  # Ctrl-C too: nothing else would remove it
         with contextlib.suppress(PushpullError):
             directory.remove()
         raise

@@ -533,8 +533,7 @@ class Client:
 
         All later updates are lost, on the servers and on their way there: the cluster begins a new
         timeline, and refuses entries of the old one. Every worker calls it, with the same URL; the
-        first call restores, the others join. For a worker that does not, the next call fails:
-        its session has ended. Make the tables or the `DistributedOptimizer` again, with the
+        first call restores, the others join. The next call of a worker that does not fails. Make the tables or the `DistributedOptimizer` again, with the
         returned client: they begin at the checkpoint's clock, and `attach_state` loads the attached
         states.
 
@@ -549,8 +548,7 @@ class Client:
 
         Raises:
             InvalidCheckpoint: there is no good one; nothing has changed.
-            Fenced: this session had ended before, by no restore: nothing is restored for it. The
-                message says how; `ps.connect` makes another.
+            Fenced: this session had ended otherwise before; nothing is restored for it.
             WaitExpired: the scheduler or the servers did not restart in time.
         """
         self.checkpoints.restore(url, timeout_s)

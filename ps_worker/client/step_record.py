@@ -15,6 +15,8 @@ Rules:
     - Lines are written whole and at once, so the record of a killed worker can be read.
     - A number that is not finite is null.
     - Workers that record begin their first step together.
+    - A process that records there again, as after a restore in place, goes on in its file with
+      another line `start`, from which the t_s after it count.
 """
 
 from __future__ import annotations
@@ -61,6 +63,10 @@ class StepLine:
     applied: bool
 
 
+_begun: set[Path] = set()
+"""The files of this process."""
+
+
 class StepRecord:
     """A worker's record, in `directory`; empty records nothing. Thread-safe."""
 
@@ -73,8 +79,10 @@ class StepRecord:
             return
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)
-            path = Path(directory) / f"worker-{rank}.jsonl"
-            self._file = path.open("w", encoding="utf-8", buffering=1)
+            path = Path(directory).resolve() / f"worker-{rank}.jsonl"
+            goes_on = path in _begun
+            self._file = path.open("a" if goes_on else "w", encoding="utf-8", buffering=1)
+            _begun.add(path)
             self._write("start", rank=rank, worker_count=worker_count, began_s=self._began_s)
         except OSError as error:
             raise InvalidConfig(

@@ -317,6 +317,20 @@ def test_what_was_written_wrong_does_not_come_to_be(store: CheckpointStore) -> N
     assert store.names() == [FIRST, SECOND, THIRD]
 
 
+class Interrupted(Disk):
+    """Ctrl-C comes while it writes."""
+
+    def write(self, descriptor: int, payload: Payload, offset: int) -> None:
+        super().write(descriptor, payload, offset)
+        raise KeyboardInterrupt
+
+
+def test_a_compaction_that_is_interrupted_leaves_nothing(store: CheckpointStore) -> None:
+    with store.open(THIRD) as reader, pytest.raises(KeyboardInterrupt):
+        compact(store, reader, Interrupted())
+    assert store.names() == [FIRST, SECOND, THIRD]
+
+
 def test_no_manifest_is_written_beside_a_base_that_is_gone(store: CheckpointStore) -> None:
     directory = store.named(THIRD)
     manifest: Manifest = directory.read_manifest()

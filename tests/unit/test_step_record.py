@@ -67,6 +67,22 @@ def test_a_loss_belongs_to_the_step_before_it(tmp_path: Path) -> None:
     assert read.steps[0].ended_s <= read.steps[1].ended_s
 
 
+def test_a_record_goes_on_after_a_restore(tmp_path: Path) -> None:
+    """Of another client of the process."""
+    for clock in (1, 2):
+        record = StepRecord(str(tmp_path), 1, 2)
+        record.table(spec("bsp"), TableCodecs())
+        record.step(line(clock))
+        record.loss(float(clock), clock)
+        record.close(70, 30)
+    assert kinds(tmp_path, 1) == ["start", "table", "step", "end"] * 2
+    (read,) = read_records(tmp_path)
+    assert len(read.tables) == 1
+    assert [(entry.step, entry.loss) for entry in read.losses] == [(1, 1.0), (2, 2.0)]
+    assert read.steps[0].ended_s <= read.steps[1].ended_s
+    assert (read.pushed_bytes, read.pulled_bytes) == (140, 60)
+
+
 def test_losses_without_a_step_of_ours_are_kept_with_their_clock(tmp_path: Path) -> None:
     record = StepRecord(str(tmp_path), 0, 1)
     record.loss(0.5, 7)
