@@ -141,7 +141,7 @@ class RestoredStates:
     def find(self, name: str) -> Any | None:
         return self._states.get(name)
 
-    def lacks(self, rank: int, name: str) -> bool:
+    def misses(self, rank: int, name: str) -> bool:
         """True if the checkpoint has this worker's rank, and no state of its of this name."""
         return rank in self._ranks and not (self.is_own and name in self._states)
 

@@ -265,8 +265,8 @@ class ClientCheckpoints:
         restored, rank = self._restored_states(), self._engine.session.rank
         if per_rank:
             self.attach_for([rank], name, state)
-            if restored is not None and restored.lacks(rank, name):
-                self._tell_lacking(name)
+            if restored is not None and restored.misses(rank, name):
+                self._tell_missing(name)
             return
         self.save_points.attach(name, state)
         found = self.restored_state(name)
@@ -275,9 +275,9 @@ class ClientCheckpoints:
             self.save_points.loaded(name)
         elif restored is not None and not self.imported:
             restored.check_parameters(name, state)
-            self._tell_lacking(name)
+            self._tell_missing(name)
 
-    def _tell_lacking(self, name: str) -> None:
+    def _tell_missing(self, name: str) -> None:
         logs.warning("state_not_in_checkpoint", name=name, url=self.restored_from)
 
     def attach_for(self, ranks: Collection[int], name: str, state: HasState) -> None:

@@ -533,9 +533,9 @@ class Client:
 
         All later updates are lost, on the servers and on their way there: the cluster begins a new
         timeline, and refuses entries of the old one. Every worker calls it, with the same URL; the
-        first call restores, the others join. The next call of a worker that does not fails. Make the tables or the `DistributedOptimizer` again, with the
-        returned client: they begin at the checkpoint's clock, and `attach_state` loads the attached
-        states.
+        first call restores, the others join. For a worker that does not, the next call fails. Make
+        the tables or the `DistributedOptimizer` again, with the returned client: they begin at the
+        checkpoint's clock, and `attach_state` loads the attached states.
 
         Args:
             url: a checkpoint's directory, or a directory of several, whose newest good one is

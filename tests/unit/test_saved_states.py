@@ -189,8 +189,8 @@ def test_each_rank_has_its_own_and_others_the_lowest_ranks(tmp_path: Path) -> No
 
 def test_what_a_rank_lacks_is_known_of_those_that_the_checkpoint_has(tmp_path: Path) -> None:
     url = saved(tmp_path, {1: {"data": {"at": 10}}, 2: {"rate": 1}}, lost=(0,))
-    lacking = {rank for rank in (0, 1, 2, 3) if RestoredStates(url, rank).lacks(rank, "data")}
-    assert lacking == {0, 2}
+    missing = {rank for rank in (0, 1, 2, 3) if RestoredStates(url, rank).misses(rank, "data")}
+    assert missing == {0, 2}
 
 
 def test_a_state_of_other_ranks_is_read_without_what_is_beside_it(tmp_path: Path) -> None:
