@@ -74,6 +74,7 @@ def train(client: ps.Client, folder: Path, epochs: int) -> None:
         devices=1,
         gradient_clip_val=1.0,
         accumulate_grad_batches=2,
+        num_sanity_val_steps=0,  # they would call all_reduce before the first step
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
