@@ -207,8 +207,10 @@ def test_an_error_of_schedules_says_what_parts_them() -> None:
     rates = str(explained(InvalidConfig(f"{named}lr: 0.1 and 0.09")))
     assert rates.startswith(f"{named}lr: 0.1 and 0.09; expected the same at every worker")
     assert "If a schedule steps only where GradScaler did not skip, step it every time" in rates
+    assert "last_epoch=optimizer.clock - 1" in rates
     others = str(explained(InvalidConfig(f"{named}momentum: 0.1 and 0.09")))
     assert "expected the same at every worker" in others
     assert "GradScaler" not in others
+    assert "last_epoch" not in others
     error = InvalidConfig("lr: is 5")
     assert explained(error) is error

@@ -45,6 +45,11 @@ SCHEDULES = (
 )
 """The most frequent reason of other learning rates, and its remedy."""
 
+_LATE_SCHEDULES = (
+    "In a worker that joins others a schedule begins at optimizer.clock: LambdaLR(optimizer, rate, "
+    "last_epoch=optimizer.clock - 1)"
+)
+
 _MOST_NAME_BYTES = limits.MAX_HYPERPARAMETER_NAME_BYTES
 _VALUE_BYTES = 6
 """Bytes of a digest that a float64 holds, as a whole number."""
@@ -142,7 +147,7 @@ def explained(error: InvalidConfig) -> InvalidConfig:
         return error
     words = "expected the same at every worker, changed before the same step"
     if "lr: " in error.message:
-        words += f". {SCHEDULES}"
+        words += f". {SCHEDULES}. {_LATE_SCHEDULES}"
     return InvalidConfig(f"{error.message}; {words}")
 
 
