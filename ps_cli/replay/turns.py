@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +13,15 @@ from ps_server.replay.replayer import Replay
 _TURN_LENGTH = 64
 """Updates of a turn. One makes at most some MB of rows."""
 
+_FRAME_COUNT = 256
+"""Frames that are read in a turn."""
+
 _LEAST_LEFT_SHARE = 0.05
 """Share of the machine's memory that is left to others, as on a server."""
 
 _MIB = 2**20
+
+_Told = Callable[[int, int], object]
 
 
 def go_to(replay: Replay, position: int, told: Callable[[int], object]) -> None:
@@ -31,6 +37,18 @@ def go_to(replay: Replay, position: int, told: Callable[[int], object]) -> None:
         before = replay.made_count
         is_there = replay.go_to(position, _TURN_LENGTH)
         told(replay.made_count - before)
+
+
+def reading(told: _Told, root: Path = Path("/")) -> _Told:
+    """A callback of `read_run` that looks at the memory left, and tells how far that is."""
+    calls = itertools.count()
+
+    def look(done: int, total: int) -> None:
+        if not next(calls) % _FRAME_COUNT:
+            check_memory(root)
+        told(done, total)
+
+    return look
 
 
 def check_memory(root: Path = Path("/")) -> None:

@@ -71,6 +71,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+_TURN_LENGTH = 64
+"""Changes after which a caller may look at its machine. One makes at most some MB of rows."""
+
+
 def has_parameters(table: Table) -> bool:
     """False for an AGGREGATE table, which has sums of gradients only."""
     return table.spec.optimizer.kind is not OptimizerKind.AGGREGATE
@@ -189,6 +193,7 @@ class Replay:
         self,
         wanted: Mapping[tuple[TableId, int], int],
         is_found: Callable[[Table, int], bool] = lambda *_: True,
+        turn: Callable[[], object] = lambda: None,
     ) -> list[str]:
         """Make the changes of each range until its blocks have had the wanted updates. Nothing can
         be made after that. Returns the problems with blocks that do not end there.
@@ -199,6 +204,7 @@ class Replay:
         Args:
             wanted: number of updates of each block, by table.
             is_found: True if a block has the values that are looked for.
+            turn: called now and then; it may raise.
         """
         check(not self.made_count, "RP-1", f"{self.made_count} changes have been made already")
         self.made_count = len(self._changes)
@@ -217,7 +223,9 @@ class Replay:
             )
 
         lagging = set(self._reached)
-        for _, change in self._changes:
+        for index, (_, change) in enumerate(self._changes):
+            if not index % _TURN_LENGTH:
+                turn()
             if change.place in lagging and is_made(change):
                 self._make(change)
             else:

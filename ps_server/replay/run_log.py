@@ -67,6 +67,11 @@ def _nothing(done: int, total: int) -> None:
     del done, total
 
 
+def _chosen(table: Table) -> bool:
+    del table
+    return True
+
+
 class _Event(NamedTuple):
     """A mark, record or snapshot of one range in one log. `read` is the kind of a mark."""
 
@@ -128,14 +133,26 @@ class RunLog:
     lost_count: int = 0
 
 
-def read_run(path: Path, progress: Progress = _nothing) -> RunLog:
-    """Read the logs of a run, in `path` or in the directories in it.
+def read_run(
+    path: Path, progress: Progress = _nothing, is_chosen: Callable[[Table], bool] = _chosen
+) -> RunLog:
+    """Read the logs of a run, in `path` or in the directories in it. Of tables that are not chosen
+    it has no changes by updates.
 
     Blocking: reads all logs.
 
     Raises:
-        InvalidUpdateLog: there is no log, or one is damaged; the message names the file and byte.
+        InvalidUpdateLog: there is no log, one cannot be read, or is damaged; the message names the
+            file and byte.
     """
+    try:
+        return _run_in(path, progress, is_chosen)
+    except OSError as error:
+        where, reason = error.filename or path, error.strerror or error
+        raise InvalidUpdateLog(f"{where}: an update log cannot be read: {reason}") from error
+
+
+def _run_in(path: Path, progress: Progress, is_chosen: Callable[[Table], bool]) -> RunLog:
     inside = sorted(path.iterdir()) if path.is_dir() else []
     directories = [each for each in ([path] if segments_in(path) else inside) if segments_in(each)]
     if not directories:
@@ -145,7 +162,7 @@ def read_run(path: Path, progress: Progress = _nothing) -> RunLog:
     done = 0
     events: dict[RangeId, list[_Event]] = {}
     for index, log in enumerate(run.logs):
-        for event_range, event, byte_count in _events(index, log):
+        for event_range, event, byte_count in _events(index, log, is_chosen):
             done += byte_count
             progress(done, total)
             if event is not None:
@@ -154,7 +171,8 @@ def read_run(path: Path, progress: Progress = _nothing) -> RunLog:
             run.tables.setdefault(table.title, table)
     keyed: list[_Keyed] = []
     for range_id in sorted(events):
-        keyed += _Chain(run, range_id).read(sorted(events[range_id], key=lambda e: e[:3]))
+        keyed += _Chain(run, range_id).read(sorted(events.pop(range_id), key=lambda e: e[:3]))
+        progress(done, total)
     run.changes = _merged(keyed)
     _note(run)
     return run
@@ -195,10 +213,13 @@ def _newest_run(logs: Sequence[ServerLog], path: Path) -> RunLog:
 # --- the frames of one log
 
 
-def _events(index: int, log: ServerLog) -> Iterator[tuple[RangeId, _Event | None, int]]:
+def _events(
+    index: int, log: ServerLog, is_chosen: Callable[[Table], bool]
+) -> Iterator[tuple[RangeId, _Event | None, int]]:
     """Ranges, their events, and the bytes that were read, frame by frame."""
     reader, segment, time_s = ReplicationReader(is_open=True), 0, 0.0
     frames: list[LogFrame] = []
+    left_out: set[TableId] = set()
     for order, frame in enumerate(log.contents.frames()):
         head = frame.head
         byte_count = frame_bytes(head.length)
@@ -213,6 +234,9 @@ def _events(index: int, log: ServerLog) -> Iterator[tuple[RangeId, _Event | None
                 whole = came.snapshot if isinstance(came, RangeCopy) else came
                 if isinstance(whole, LogRecord | Snapshot):
                     at = whole.term, index, order, whole.number, time_s
+                    if isinstance(whole, LogRecord) and whole.table_id in left_out:
+                        del frames[1:]
+                        whole = _progress_of(whole)
                     event = _Event(*at, tuple(frames), _read(whole))
                 if head.is_last:
                     frames = []
@@ -220,6 +244,8 @@ def _events(index: int, log: ServerLog) -> Iterator[tuple[RangeId, _Event | None
                 table = wire.table_from_proto(types_pb2.Table.FromString(bytes(frame.payload)))
                 log.tables.setdefault(table.table_id, table)
                 log.table_orders.setdefault(table.table_id, order)
+                if not is_chosen(table):
+                    left_out.add(table.table_id)
             elif head.kind in (FrameKind.BEGIN, FrameKind.TAKEN_OVER):
                 mark = update_log_pb2.UpdateLogRange.FromString(bytes(frame.payload))
                 event = _Event(mark.term, index, order, mark.number, time_s, (frame,), head.kind)
@@ -227,6 +253,11 @@ def _events(index: int, log: ServerLog) -> Iterator[tuple[RangeId, _Event | None
             path = log.contents.segments[frame.segment].path
             raise InvalidUpdateLog(f"{path}: at byte {frame.offset}: {error}") from error
         yield RangeId(head.range_id), event, byte_count
+
+
+def _progress_of(record: LogRecord) -> LogRecord:
+    """The record without what it changed."""
+    return record._replace(changes=(), delta=record.delta._replace(workers=(), endings=()))
 
 
 def _read(whole: LogRecord | Snapshot) -> _ReadRecord | _ReadSnapshot:
