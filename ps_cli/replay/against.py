@@ -8,13 +8,13 @@ from functools import partial
 
 from rich.progress import Progress
 
-from ps_cli.checkpoint.commands import opened
 from ps_cli.console.output import Output
 from ps_cli.console.words import spans
-from ps_cli.replay.turns import go_to
-from ps_core.errors import InvalidUpdateLog
+from ps_cli.replay.turns import check_memory, go_to
+from ps_core.errors import InvalidConfig, InvalidUpdateLog
 from ps_core.keys import TableId
 from ps_core.manifest import SavedTable
+from ps_core.runs import words
 from ps_core.tables.table import Table
 from ps_runtime.checkpoint.reader import CheckpointReader
 from ps_server.replay.replayer import Replay, RowDifference, RunLog, differences
@@ -23,25 +23,36 @@ _SHOWN_SPAN_COUNT = 20
 _SHOWN_PROBLEM_COUNT = 5
 
 
-def compare(run: RunLog, tables: Sequence[Table], url: str, output: Output, bars: Progress) -> int:
+def compare(
+    run: RunLog,
+    tables: Sequence[Table],
+    reader: CheckpointReader,
+    output: Output,
+    bars: Progress,
+) -> int:
     """Print the differences; 1 if there is one, or tables cannot be compared."""
     are_different = []
-    with opened(url, output) as reader:
-        where = reader.directory.url
-        if not any(table.spec.name in reader.tables for table in tables):
-            raise InvalidUpdateLog(f"{where} has none of the log's tables")
-        for table in tables:
-            if table.spec.name not in reader.tables:
-                output.say(f"{table.spec.name}: it is not in {where}")
-                are_different.append(True)
-                continue
-            comparison = _Comparison(run, table, reader, bars)
-            problems = comparison.problems()
-            for problem in problems:
-                output.say(f"{table.spec.name}: {problem}")
-            if not problems:
-                output.say(f"{table.spec.name}: equal, bit for bit, {comparison.where}")
-            are_different.append(bool(problems))
+    where = reader.directory.url
+    named = next((table for table in tables if table.run), None)
+    if named is not None:
+        raise InvalidConfig(
+            f"table '{named.spec.name}' is of {words(named.run)}, and checkpoints have tables of "
+            "the run without a name only"
+        )
+    if not any(table.spec.name in reader.tables for table in tables):
+        raise InvalidUpdateLog(f"{where} has none of the log's tables")
+    for table in tables:
+        if table.spec.name not in reader.tables:
+            output.say(f"{table.spec.name}: it is not in {where}")
+            are_different.append(True)
+            continue
+        comparison = _Comparison(run, table, reader, bars)
+        problems = comparison.problems()
+        for problem in problems:
+            output.say(f"{table.spec.name}: {problem}")
+        if not problems:
+            output.say(f"{table.spec.name}: equal, bit for bit, {comparison.where}")
+        are_different.append(bool(problems))
     return int(any(are_different))
 
 
@@ -90,7 +101,9 @@ class _Comparison:
     def _go(self, replay: Replay, told: Callable[[int], object]) -> list[str]:
         """Replay up to the checkpoint; the blocks that are not there then."""
         if self._wanted is not None:
-            problems = replay.go_to_versions(self._wanted, partial(self._is_found, replay))
+            problems = replay.go_to_versions(
+                self._wanted, partial(self._is_found, replay), check_memory
+            )
             told(replay.made_count)
             return problems
         go_to(replay, self._saved.clock, told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import importlib
 import importlib.util
@@ -16,14 +17,14 @@ from typing import Any
 import torch
 from rich.progress import Progress, TaskProgressColumn
 
-from ps_cli.checkpoint.commands import progress_bars
+from ps_cli.checkpoint.commands import opened, progress_bars
 from ps_cli.console.output import Output
 from ps_cli.console.spool import Spool, SpooledRows
-from ps_cli.console.tensor_file import Written, replaced, write_tables
+from ps_cli.console.tensor_file import Written, check_writable, replaced, write_tables
 from ps_cli.replay.against import compare
 from ps_cli.replay.options import ReplayOptions
 from ps_cli.replay.plot import plot_of
-from ps_cli.replay.turns import go_to
+from ps_cli.replay.turns import go_to, reading
 from ps_cli.replay.view import VersionRow, document_of, view_of
 from ps_core.errors import InvalidConfig, InvalidUpdateLog, TableNotFound
 from ps_core.runs import words
@@ -57,17 +58,23 @@ def replay(options: ReplayOptions, output: Output) -> int:
 
 def _replayed(options: ReplayOptions, output: Output) -> int:
     loss = _evaluator(options.evaluate) if options.evaluate else None
-    with progress_bars(output, TaskProgressColumn()) as bars:
+    with contextlib.ExitStack() as stack:
+        reader = None
+        if options.against:
+            reader = stack.enter_context(opened(options.against, output))
+        bars = stack.enter_context(progress_bars(output, TaskProgressColumn()))
         task = bars.add_task("reading", total=None)
         run = read_run(
-            options.directory, lambda done, total: bars.update(task, completed=done, total=total)
+            options.directory,
+            reading(lambda done, total: bars.update(task, completed=done, total=total)),
+            partial(_is_chosen, options.table),
         )
         bars.remove_task(task)
         tables = _chosen(run, options.table)
         for note in _notes(run):
             output.complain(note)
-        if options.against:
-            return compare(run, tables, options.against, output, bars)
+        if reader is not None:
+            return compare(run, tables, reader, output, bars)
         replayer = Replay(run, tables, by_clock=options.clock is not None)
         if options.export is not None:
             return _export(options.export, replayer, options, output, bars)
@@ -88,16 +95,22 @@ def _check(options: ReplayOptions) -> None:
         raise InvalidConfig("--at and --clock say which version --export writes")
     if options.at is not None and options.clock is not None:
         raise InvalidConfig("--at and --clock: give one of them")
+    for path in filter(None, (options.json_path, options.plot, options.export)):
+        check_writable(path)
 
 
 # --- the log
 
 
+def _is_chosen(pattern: str, table: Table) -> bool:
+    return table.title == pattern or fnmatch.fnmatchcase(table.title, pattern)
+
+
 def _chosen(run: RunLog, pattern: str) -> list[Table]:
     found = [
         table
-        for name, table in run.tables.items()
-        if has_parameters(table) and (name == pattern or fnmatch.fnmatchcase(name, pattern))
+        for table in run.tables.values()
+        if has_parameters(table) and _is_chosen(pattern, table)
     ]
     if not found:
         there = ", ".join(f"'{name}'" for name in run.tables) or "no table"

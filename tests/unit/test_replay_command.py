@@ -15,7 +15,7 @@ import pytest
 from ps_cli.console.output import Output
 from ps_cli.replay.options import ReplayOptions
 from ps_cli.replay.replay import replay
-from ps_core.errors import InvalidConfig, InvalidUpdateLog, TableNotFound
+from ps_core.errors import InvalidCheckpoint, InvalidConfig, InvalidUpdateLog, TableNotFound
 from ps_core.keys import TableId
 from ps_runtime.checkpoint.directory import locate
 from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
@@ -236,3 +236,34 @@ def test_a_chart_of_nothing_finite_says_so(bsp_log: Path, tmp_path: Path) -> Non
     judge.write_text("def loss(tensors):\n    return float('nan')\n")
     said(bsp_log, last=2, evaluate=f"{judge}:loss", plot=picture)
     assert "loss; not finite, and left out: 2" in picture.read_text()
+
+
+def test_a_log_that_cannot_be_read_is_said_by_name(tmp_path: Path) -> None:
+    """Here a segment is a directory, which nobody maps."""
+    (tmp_path / "server-0" / "00000001.log").mkdir(parents=True)
+    with pytest.raises(InvalidUpdateLog, match=rf"{tmp_path}.* cannot be read: "):
+        said(tmp_path)
+
+
+def test_a_checkpoint_has_nothing_of_a_run_that_has_a_name(tmp_path: Path) -> None:
+    """It may have another table of that name, of the run that has none."""
+    owner = Owner(LEFT, replace(MODEL, run="nightly"))
+    log = WrittenLog(tmp_path / "log", owner.of)
+    log.begin(owner)
+    log.record(owner.update(1))
+    url = checkpoint_of(tmp_path / "saved", (Owner(LEFT), Owner(RIGHT)), 0)
+    with pytest.raises(InvalidConfig, match="'model' is of run 'nightly', and checkpoints have"):
+        said(tmp_path / "log", against=url)
+
+
+@pytest.mark.parametrize("option", ["json_path", "plot", "export"])
+def test_a_file_that_cannot_be_written_is_said_before_the_log_is_read(
+    tmp_path: Path, option: str
+) -> None:
+    with pytest.raises(InvalidConfig, match="cannot be written"):
+        said(tmp_path / "no log", **{option: tmp_path / "nowhere" / "file"})
+
+
+def test_a_checkpoint_that_is_not_there_is_said_before_the_log_is_read(tmp_path: Path) -> None:
+    with pytest.raises(InvalidCheckpoint, match="nowhere"):
+        said(tmp_path / "no log", against=str(tmp_path / "nowhere"))
