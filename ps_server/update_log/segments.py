@@ -12,6 +12,8 @@ Rules:
       pause would grow for ever.
     - Segments with ranges that the server may not go on with are kept, beside the bound. When each
       of these ranges has ended, or begins anew in a later segment, they are segments like others.
+    - When a table is removed another segment begins as soon as no range lags, however little the
+      newest has: a server that is started again makes room for each table that it reads of.
     - Frames are written in the order in which they are appended, so a count says which are written.
 
 Invariants:
@@ -57,6 +59,7 @@ class LogSegments:
         # Beginnings that are not written yet: range, segment; None if the range has ended since.
         self._on_its_way: deque[tuple[RangeId, int] | None] = deque()
         self._update_bytes = self._snapshot_bytes = 0  # in the newest segment
+        self._names_removed = False  # the newest segment does
 
     @property
     def newest(self) -> int:
@@ -67,6 +70,11 @@ class LogSegments:
     def byte_count(self) -> int:
         """Bytes of all segments but the kept ones, those that wait to be written included."""
         return sum(self._sizes.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all segments, the kept ones and those that wait to be written included."""
+        return self.byte_count + sum(self._kept.values())
 
     @property
     def lagging(self) -> list[RangeId]:
@@ -84,7 +92,12 @@ class LogSegments:
         number = self.newest + 1
         self._sizes[number] = byte_count
         self._update_bytes = self._snapshot_bytes = 0
+        self._names_removed = False
         return number
+
+    def forget_table(self) -> None:
+        """A table was removed that the newest segment names."""
+        self._names_removed = True
 
     def append(self, kind: FrameKind, range_id: RangeId, byte_count: int) -> None:
         self._sizes[self.newest] += byte_count
@@ -124,7 +137,8 @@ class LogSegments:
         """True if another segment should begin; all snapshots have about `state_bytes`."""
         if self.lagging or self._coming:
             return False
-        return self._update_bytes >= max(self._bound_bytes // _SEGMENTS_A_BOUND, state_bytes)
+        enough_bytes = max(self._bound_bytes // _SEGMENTS_A_BOUND, state_bytes)
+        return self._names_removed or self._update_bytes >= enough_bytes
 
     def let_go(self) -> list[int]:
         """Forget the segments above the bound that no range needs (SEG-1), and return them."""

@@ -177,6 +177,7 @@ class UpdateLog:
 
     def forget_table(self, table_id: TableId) -> None:
         del self._tables[table_id]
+        self.segments.forget_table()
 
     def turn(self, state_bytes: int) -> None:
         """Begin another segment if this one `is_full`, and remove those that no range needs."""

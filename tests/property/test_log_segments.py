@@ -137,6 +137,8 @@ def test_segments_are_what_all_frames_say(
         lagging = [r for r in starts if starts[r] < twin.begun[-1] and r not in twin.on_its_way()]
         assert segments.lagging == sorted(lagging, key=lambda r: (starts[r], r))
         assert segments.byte_count == twin.sizes().total()
+        kept_bytes = sum(kept.values()) if twin.keeps() else 0
+        assert segments.disk_bytes == twin.sizes().total() + kept_bytes
 
 
 def _write(segments: LogSegments, twin: Twin, count: int) -> None:

@@ -164,6 +164,30 @@ def test_segments_that_begin_later_name_no_removed_table(tmp_path: Path) -> None
     ran(scene)
 
 
+def test_a_segment_begins_that_names_no_removed_table(tmp_path: Path) -> None:
+    """Else a server that is started again has to make room for what the machine may not hold."""
+
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting())
+        tables = (server.table, of_another_run(server))
+        server.node.observe(replace(server.view, view_number=2, tables=tables))
+        await server.push(1)
+        server.node.observe(replace(server.view, view_number=3, next_table_id=3))
+        for _ in range(RANGES + 1):
+            server.node.tick()
+            await server.written()
+        assert server.log.segments.newest == 2
+        expected = server.values
+        await server.end()
+        shards = Shards(SharedLanes(), {})
+        with LogDirectory(tmp_path) as directory:
+            assert read_log(directory, shards, KERNELS).replicas.keys() == {0, 1}
+        assert {table_id for table_id, _ in shards.stores} == {MODEL}
+        assert recovered(tmp_path).values == expected
+
+    ran(scene)
+
+
 async def pushed_until_the_first_segment_goes(server: LoggedServer) -> None:
     """Its worker takes steps until then."""
     step = 1
