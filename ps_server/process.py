@@ -371,7 +371,7 @@ class _Membership:
         metrics.primary_ranges.set_function(lambda: node.machine.range_count)
         if (replicas := node.replicas) is not None:
             if (log := replicas.update_log) is not None:
-                metrics.update_log_bytes.set_function(lambda: log.segments.byte_count)
+                metrics.update_log_bytes.set_function(lambda: log.segments.disk_bytes)
                 metrics.update_log_queue_bytes.set_function(lambda: log.queued_bytes)
             metrics.backup_ranges.set_function(lambda: len(replicas.replication.replicas))
             metrics.held_decisions.set_function(lambda: replicas.held_count)

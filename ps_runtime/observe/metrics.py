@@ -321,7 +321,7 @@ class ServerMetrics:
         )
         self.update_log_bytes = gauge(
             "pushpull_server_update_log_bytes",
-            "Bytes of the update log, those that wait to be written included.",
+            "Bytes of the update log; withheld segments and what waits to be written count, too.",
         )
         self.update_log_queue_bytes = gauge(
             "pushpull_server_update_log_queue_bytes",
