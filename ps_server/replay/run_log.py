@@ -9,6 +9,8 @@ Rules:
       of a primary to the next, in whichever log that is.
     - A table that is not in the snapshot with which a range begins comes later, or was removed: of
       one that was there before, and of which nothing follows, the logs have nothing in that range.
+    - A table that is restored while the run goes on begins with the next snapshot: its values have
+      a number, and no record.
     - Nobody saw the records of a term beyond the snapshot of the next: they are left out.
     - A primary that was started again goes on from its own term: nobody saw what others have of
       terms between, which had been promoted, and had not served.
@@ -432,7 +434,8 @@ class _Chain:
         has_updates = any(d.clock for _, (_, change) in self._found for d in change.decisions)
         if before is None or (origin is Origin.JUMP and not has_updates):
             origin, self._found, self._has_all = Origin.BEGIN, [], False
-        elif origin is Origin.JUMP:
+        restored = self._restored(event, read) if origin is Origin.JUMP else set()
+        if origin is Origin.JUMP and before is not None and not restored:
             self._run.lost_count += event.number - before
         self._number, self._term, self._is_cut = event.number, event.term, False
         for table_id, (facts, done) in read.tables.items():
@@ -440,7 +443,23 @@ class _Chain:
             clock = max(facts.clock, facts.changed_clock)
             self._reached.setdefault(place, []).append((event.number, facts.clock, done))
             self._settings[place] = dict(facts.settings)
-            self._add(event, place, origin, clock, ())
+            own_origin = Origin.BEGIN if table_id in restored else origin
+            self._add(event, place, own_origin, clock, ())
+
+    def _restored(self, event: _Event, read: _ReadSnapshot) -> set[TableId]:
+        """Tables whose values have come from a checkpoint since the record before: that takes a
+        number, and no record. Within a term a log has all records.
+        """
+        if self._is_cut or event.term != self._term:
+            return set()
+        tables = self._run.logs[event.log].tables
+        return {
+            table_id
+            for table_id in read.tables
+            if (table_id, self._range_id) not in self._reached
+            and table_id in tables
+            and tables[table_id].restored_clock is not None
+        }
 
     def _add(
         self,

@@ -1,14 +1,24 @@
-"""Replays of ranges whose former primary got them back before whoever was promoted had served."""
+"""Replays of ranges whose former primary got them back before whoever was promoted had served; and
+of values that came from a checkpoint.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ps_core.errors import InvalidUpdateLog
+from ps_core.keys import AssignmentEpoch, TableId
+from ps_core.sliced_work import at_once
+from ps_core.tables.table import Table
+from ps_server.ranges.range_copy import fresh_copy
+from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replay.replayer import Replay, read_run
-from tests.unit.written_logs import LEFT, MODEL, Owner, WrittenLog
+from ps_server.replication.messages import Snapshot
+from ps_server.wire.snapshot_wire import snapshot_messages
+from tests.unit.written_logs import ASP, LEFT, MODEL, Owner, WrittenLog
 
 
 def promoted(owner: Owner) -> Owner:
@@ -92,3 +102,45 @@ def test_a_gap_before_a_server_that_was_started_again_is_damage(tmp_path: Path) 
     log.taken_over(owner)
     with pytest.raises(InvalidUpdateLog, match="it goes on from log record 2, after 1"):
         read_run(tmp_path)
+
+
+class RestoringOwner(Owner):
+    """One that gets a table from a checkpoint: it has a number, and no record."""
+
+    def restore(self, another: Table) -> None:
+        self.another = another
+        self.shards.add([ShardAdded(another, self.range_id, self.blocks)])
+        self.number += 1
+
+    def snapshot(self) -> list[bytes]:
+        copies = {
+            self.of.table_id: self.copy,
+            self.another.table_id: fresh_copy(self.another, self.blocks),
+        }
+        epoch = AssignmentEpoch(self.term)
+        snapshot = Snapshot(self.range_id, epoch, epoch, self.number, copies)
+        return list(snapshot_messages(at_once(self.shards.copying(snapshot))))
+
+
+@pytest.mark.parametrize("of", [MODEL, ASP])
+def test_values_of_a_checkpoint_that_come_late_are_no_loss(tmp_path: Path, of: Table) -> None:
+    """The other table's updates before them are versions when it is replayed alone."""
+    spec = replace(of.spec, name="late")
+    late = replace(of, table_id=TableId(9), spec=spec, restored_clock=3)
+    owner, log = RestoringOwner(LEFT, of), WrittenLog(tmp_path, of)
+    log.begin(owner)
+    for clock in range(1, 6):
+        log.record(owner.update(clock))
+    log.table(late)
+    owner.restore(late)
+    log.snapshot(owner)
+    log.record(owner.update(6))
+    run = read_run(tmp_path)
+    assert run.lost_count == 0
+    assert not any("are in no log" in note for note in run.notes)
+    again = Replay(run, [of])
+    assert [version.clock for version in again.history.versions] == list(range(7))
+    again.go_to(again.history.versions[-1].position)
+    store = owner.shards.stores[of.table_id, LEFT]
+    assert all(again.block(of, block) == store.saved(block) for block in owner.blocks)
+    assert not Replay(run, [of, late]).history.lost_count
