@@ -626,7 +626,7 @@ class ServerLinks:
         return next(lacking, None)
 
     def unwritten_counts(self) -> Mapping[NodeId, int]:
-        """How many of the newest entries to each server its stream has not taken."""
+        """The number of the newest entries to each server that its stream has not taken."""
         return {server: link.unwritten_count for server, link in self._links.items()}
 
     @property
