@@ -165,33 +165,34 @@ class Configurations:
         Without the ranges that come back with the server's update log: no live server would take
         them over, and none ever was failed over. A failed-over range may not be in the log yet.
         """
-        in_log = set(self.in_log_alone(node_id))
-        sure = self.living.difference(doubted, {node_id})
-        return tuple(each for each in self._beside(node_id, sure) if each not in in_log)
+        living = self.living - {node_id}
+        sure = living.difference(doubted)
+        has_log = self._state.members[node_id].registration.update_log is not None
+        return tuple(
+            r.range_id
+            for r in self._state.ranges
+            if node_id in r.in_sync
+            and sure.isdisjoint(r.in_sync)
+            and self._state.range_bytes.get(r.range_id)
+            and not (
+                has_log
+                and r.range_id not in self._state.failed_over
+                and self._source_id(r) == node_id
+                and living.isdisjoint(r.in_sync)
+            )
+        )
 
     def in_log_alone(self, node_id: NodeId) -> tuple[RangeId, ...]:
         """Ranges with values, of a server, that no other live server holds in sync, and that come
         back with its update log.
         """
-        if self._state.members[node_id].registration.update_log is None:
-            return ()
-        alone = self._beside(node_id, self.living - {node_id})
-        ranges = (self._state.ranges[range_id] for range_id in alone)
+        lost, others = set(self.held_alone(node_id)), self.living - {node_id}
         return tuple(
             r.range_id
-            for r in ranges
-            if r.range_id not in self._state.failed_over and self._source_id(r) == node_id
-        )
-
-    def _beside(self, node_id: NodeId, others: AbstractSet[NodeId]) -> list[RangeId]:
-        """Ranges with values, of a server, that none of these others holds in sync."""
-        return [
-            r.range_id
             for r in self._state.ranges
-            if node_id in r.in_sync
-            and others.isdisjoint(r.in_sync)
-            and self._state.range_bytes.get(r.range_id)
-        ]
+            if node_id in r.in_sync and others.isdisjoint(r.in_sync)
+            if self._state.range_bytes.get(r.range_id) and r.range_id not in lost
+        )
 
     def set_backups(
         self, primary: NodeId, backup_requests: Sequence[BackupRequest]

@@ -100,8 +100,9 @@ class Departures:
 
     def runs_in_log_alone(self, node_id: NodeId) -> list[str]:
         """Runs whose values only the server's update log had if it left now."""
-        finished = self._state.finished
-        return [] if finished else self._runs_of(self._configurations.in_log_alone(node_id))
+        if self._state.finished:
+            return []
+        return self._runs_of(self._configurations.in_log_alone(node_id))
 
     def _runs_of(self, range_ids: Collection[RangeId]) -> list[str]:
         alone = set(range_ids)
