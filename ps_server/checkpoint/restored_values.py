@@ -9,7 +9,9 @@ Rules:
     - Every byte is checked against its checksum before the range counts as loaded. A block that
       cannot be read fails its table, with file and reason: nobody trains on half a checkpoint. The
       others are loaded. If the checkpoint cannot be opened, all its tables fail.
-    - A cluster's checkpoint has the table's own blocks, with their state, version and steps.
+    - A cluster's checkpoint has the table's own blocks, with their state, version and steps. State
+      that the installed custom update has no slot for is dropped, and a slot without state begins
+      anew: both are told, once for a table.
     - An imported checkpoint has tensors in blocks of its own, of which the table's blocks are put
       together, and its partitions too. They have taken no step, and their optimizer has no state.
 
@@ -23,7 +25,7 @@ import asyncio
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +33,7 @@ import numpy.typing as npt
 from ps_core import limits
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import PushpullError, UpdateFailed, check
+from ps_core.keys import TableId
 from ps_core.manifest import Imported
 from ps_core.rows import Ids, mixed_ids, partitions_of, salt_of
 from ps_core.tables.table import Table
@@ -43,6 +46,8 @@ from ps_runtime.system import clock
 from ps_server.checkpoint.restored_ranges import Key, RestoredRanges, is_missing
 from ps_server.ranges.range_machine import RangeMachine
 from ps_server.service.node import ParameterNode
+from ps_server.stores import Shards
+from ps_server.values.store_copy import slot_of, tensor_of
 
 _READ_BYTES = 4 << 20
 """Bytes of imported rows that are read at once."""
@@ -57,6 +62,7 @@ class RestoredValues:
     def __init__(self, node: ParameterNode) -> None:
         self._node = node
         self._url = ""
+        self._told: set[TableId] = set()  # whose state is told to differ
         self._ranges = RestoredRanges(node.machine.shards, node.replicas)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -133,6 +139,7 @@ class RestoredValues:
         if self._node.machine.shards.get(key) is not shard or not is_missing(shard):
             return None  # gone meanwhile, or its table has failed
         store = self._node.shards.stores[key]
+        tensors = _Tensors(shard.state.table, self._node.shards)
         versions: dict[int, int] = {}
         targets: dict[int, Callable[[str, int], memoryview]] = {}  # the memory of each tensor
         for block in shard.state.blocks:
@@ -143,7 +150,7 @@ class RestoredValues:
         def read() -> int:
             byte_count = 0
             for block, target_of in targets.items():
-                for tensor in found.stored(block).tensors:
+                for tensor in tensors.loaded_of(found.stored(block)):
                     target = target_of(tensor, found.byte_count(block, tensor))
                     found.read_into(block, tensor, target)
                     byte_count += target.nbytes
@@ -151,6 +158,9 @@ class RestoredValues:
             return byte_count
 
         byte_count = await asyncio.to_thread(read)
+        if tensors.differ and key[0] not in self._told:
+            self._told.add(key[0])
+            tensors.tell(self._url)
 
         def was_read() -> None:
             self._ranges.was_read(key, shard, versions)
@@ -191,6 +201,44 @@ class RestoredValues:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class _Tensors:
+    """The tensors of one table that are loaded: of a custom update, state that the installed one
+    has. Another version may have made the checkpoint.
+    """
+
+    def __init__(self, table: Table, shards: Shards) -> None:
+        self._spec = table.spec
+        self._update = table.spec.optimizer.custom_update
+        self._known = {VALUES, *map(tensor_of, shards.custom_state(self._update))}
+        self._anew: set[str] = set()
+        self._dropped: set[str] = set()
+
+    def loaded_of(self, block: StoredBlock) -> Sequence[str]:
+        """Those of a block."""
+        if not self._update:
+            return block.tensors
+        if any(block.steps):
+            self._anew |= self._known - {*block.tensors}
+        self._dropped |= {*block.tensors} - self._known
+        return [tensor for tensor in block.tensors if tensor in self._known]
+
+    @property
+    def differ(self) -> bool:
+        """True if another version of the custom update has made a block."""
+        return bool(self._anew or self._dropped)
+
+    def tell(self, url: str) -> None:
+        logs.warning(
+            "custom_state_differs",
+            table=self._spec.name,
+            update=self._update,
+            begins_anew=",".join(map(slot_of, sorted(self._anew))),
+            dropped=",".join(map(slot_of, sorted(self._dropped))),
+            url=url,
+            remedy="to go on with that state, install an update whose slots have those names",
+        )
 
 
 class RestoredTables:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -14,13 +16,20 @@ from prometheus_client import CollectorRegistry
 from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
 from ps_core.errors import UpdateFailed
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.reader import CheckpointReader
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.checkpoint.restored_values import RestoredValues
+from ps_server.lane.lane_socket import SharedLanes
 from ps_server.service.node import ParameterNode
+from ps_server.stores import Shards
+from ps_server.values.custom_updates import checked
+from ps_server.values.shard_store import ShardStore
 from tests.unit.checkpoint_files import COUNTERS, SPECS, WEIGHTS, write_checkpoint
+from tests.unit.sample_updates import Counting
 
 KEY = b"k" * 16
 LIMIT_S = 20.0
@@ -69,18 +78,19 @@ def restored(
     return found
 
 
-def restoring_node(url: str) -> tuple[ParameterNode, ClusterView]:
-    """A server that has all ranges of two restored tables, and its view."""
+def restoring_node(
+    url: str, specs: Sequence[TableSpec] = SPECS, shards: Shards | None = None
+) -> tuple[ParameterNode, ClusterView]:
+    """A server that has all ranges of restored tables, and its view."""
     own = Session("c", b"t" * 16, NodeId(1), Incarnation(10), Role.SERVER)
-    node = ParameterNode(
-        replace(own, token=own.signed(KEY)), KEY, 1, ServerMetrics(CollectorRegistry()), lambda: 0.0
-    )
+    metrics, own = ServerMetrics(CollectorRegistry()), replace(own, token=own.signed(KEY))
+    node = ParameterNode(own, KEY, 1, metrics, lambda: 0.0, shards)
     ranges = tuple(
         RangeAssignment(RangeId(number), slots, AssignmentEpoch(1), own.node_id)
         for number, slots in enumerate(key_ranges(RANGE_COUNT))
     )
     tables = tuple(
-        Table(TableId(number), 0, spec, restored_clock=41) for number, spec in enumerate(SPECS, 1)
+        Table(TableId(number), 0, spec, restored_clock=41) for number, spec in enumerate(specs, 1)
     )
     view = ClusterView(1, "c", 1, 1, (), ranges, tables, restored_from=url)
     node.observe(view)
@@ -91,6 +101,39 @@ def test_a_whole_checkpoint_is_served(tmp_path: Path, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO, "pushpull"):
         assert restored(tmp_path) == {WEIGHTS.name: None, COUNTERS.name: None}
     assert "event=restored " in caplog.text
+
+
+class Renamed(Counting):
+    """Of the state that a checkpoint has it knows one; another is new."""
+
+    slots: ClassVar = {"exp_avg": 0.0, "count": 1.0}
+
+
+def test_state_that_a_custom_update_has_no_more_is_dropped_and_told_with_what_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once for a table, however many ranges it has."""
+    directory = CheckpointDirectory(locate(str(tmp_path / "checkpoint")))
+    write_checkpoint(directory, 1)
+    spec = replace(WEIGHTS, optimizer=OptimizerSpec(OptimizerKind.CUSTOM, custom_update="mine"))
+    shards = Shards(SharedLanes(), {"mine": checked("mine", Renamed())})
+    node, view = restoring_node(directory.url, [spec], shards)
+
+    async def load() -> None:
+        values = RestoredValues(node)
+        values.observe(view)
+        await asyncio.wait(values._tasks)
+        await values.close()
+
+    asyncio.run(asyncio.wait_for(load(), LIMIT_S))
+    (told,) = [r.message for r in caplog.records if "custom_state_differs" in r.message]
+    assert "update=mine" in told
+    assert "begins_anew=count" in told
+    assert "dropped=exp_avg_sq" in told
+    for (_, range_id), store in shards.stores.items():
+        for block in node.machine.shards[TableId(1), range_id].state.blocks:
+            assert isinstance(store, ShardStore)
+            assert [name for name, _ in store.saved(block).tensors] == ["values", "exp_avg"]
 
 
 def test_what_has_failed_as_a_whole_is_not_said_to_be_restored(
