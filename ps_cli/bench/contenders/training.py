@@ -86,7 +86,7 @@ class _Training:
             nonlocal looks_s
             began_s = time.perf_counter()
             for table in tables:
-                table.edited()
+                table.edited(looks=True)
             looks_s += time.perf_counter() - began_s
             optimizer.step()
 
