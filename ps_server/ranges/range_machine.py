@@ -197,9 +197,7 @@ class RangeMachine:
         """
         out: list[Effect] = []
         state, change = self.state, table.proposed
-        is_freed = state.schedule.observe(
-            table, state.reached_clock, state.stepped_clock, state.read_clock, now_s
-        )
+        is_freed = state.schedule.observe(table, state.reached, now_s)
         for join in table.joins:
             self._join(join, now_s)
         if decides and change is not None and change.is_decided:

@@ -20,7 +20,7 @@ from ps_core.tables.elements import InitializerKind
 from ps_core.tables.optimizers import Hyperparameters
 from ps_core.tables.table import Table
 from ps_server.ranges.events import Compensation, Effect, Record, ReplyTo, SealEvent, Sender, StepId
-from ps_server.ranges.schedule import Schedule
+from ps_server.ranges.schedule import ReachedClocks, Schedule
 
 
 class StagingMemory(Protocol):
@@ -239,6 +239,12 @@ class RangeState:
         for worker in self.workers.values():
             reached = max(reached, worker.stepped_clock)
         return reached
+
+    @property
+    def reached(self) -> ReachedClocks:
+        by_steps = self.stepped_clock
+        by_anything = max(self.reached_clock, self.read_clock)
+        return ReachedClocks(by_steps, max(by_steps, self.clock), by_anything)
 
     def compensation(self, incarnation: Incarnation, clock: int) -> Compensation | None:
         """Delay compensation of this worker's gradients of `clock`, if the setting has it."""

@@ -5,10 +5,11 @@
     prepared  --withdrawn-->  decided, as before
     prepared  --given up-->   decided, as before: the scheduler is silent
 
-A change is a two-phase commit at a clock: the highest that any range had reached when it prepared,
-so every range treats a clock alike, and none has to undo anything. The table's first range decides:
-when the scheduler says that all have prepared, it takes the change, unless it has given it up. The
-others take it from a view, or from the first range's primary.
+A change is a two-phase commit at a clock: the highest that any range had reached when it prepared
+(a join's: by steps, not by pulls), so every range treats a clock alike, and none has to undo
+anything. The table's first range decides: when the scheduler says that all have prepared, it takes
+the change, unless it has given it up. The others take it from a view, or from the first range's
+primary.
 
 A cut holds a table for a reader that wants one state of it where updates do not form clock by
 clock: every range holds steps beyond the clock that it has reached; the reader then names the
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from ps_core import limits
 from ps_core.change import ChangeOutcome, ChangeResult, TableChange, TableCut
@@ -57,6 +59,20 @@ def checkpoint_cut(number: int) -> CutId:
 def copies_cut(number: int) -> CutId:
     """The cut held until a checkpoint's copies fit in memory."""
     return _COPIES, number
+
+
+class ReachedClocks(NamedTuple):
+    """The highest clock that a range has reached.
+
+    Attributes:
+        by_steps: of which a step has taken effect.
+        by_updates: that, or the clock up to which everything is decided.
+        by_anything: of which anything has taken effect, or that was pulled for.
+    """
+
+    by_steps: int
+    by_updates: int
+    by_anything: int
 
 
 @dataclass(slots=True)
@@ -150,23 +166,13 @@ class Schedule:
         """True if gradients may still come that need the values their workers were given."""
         return any(setting.policy is StalePolicy.COMPENSATE for _, setting in self.settings)
 
-    def observe(
-        self, table: Table, reached: int, stepped: int, read_clock: int, now_s: float
-    ) -> bool:
-        """Take the newest view's table; True if held steps may go on.
-
-        Args:
-            table: as in that view.
-            reached: the highest clock of which anything has taken effect here.
-            stepped: the highest of which a step has.
-            read_clock: the highest that was pulled for.
-            now_s: the time.
-        """
+    def observe(self, table: Table, reached: ReachedClocks, now_s: float) -> bool:
+        """Take the newest view's table; True if held steps may go on."""
         held, proposed = self.hold_point, table.proposed
         self._observe_cut(table, now_s)
         committed = table.change is not None and table.change.number > self.number
         if table.change is not None and committed:
-            self._check_after(table.change, max(reached, read_clock), "reached")
+            self._check_after(table.change, reached.by_anything, "reached")
             self._add(table.change)
         if proposed is None or proposed.number != self.prepared:
             self.hold_point = None
@@ -174,10 +180,19 @@ class Schedule:
         if proposed is not None and self._proposed > self.prepared:
             self.prepared = proposed.number
             self.minds_reads = not proposed.checkpoint
-            at_present = max(reached, read_clock) if self.minds_reads else stepped
-            self.hold_point = max(proposed.after_clock, at_present)
+            self.hold_point = max(proposed.after_clock, self._at_present(proposed, reached))
             self._lets_go = self._is_torn_from(self.hold_point)
         return committed or (held is not None and self.hold_point != held)
+
+    @staticmethod
+    def _at_present(proposed: TableChange, reached: ReachedClocks) -> int:
+        """The clock at which this range prepares: for another setting, beyond what was pulled for,
+        which was answered under the present one. A pull or a final seal is no step, and the workers
+        of a table that sleeps may never take one: who joins is to be where they are.
+        """
+        if proposed.checkpoint:
+            return reached.by_steps
+        return reached.by_anything if proposed.join is None else reached.by_updates
 
     @staticmethod
     def _check_after(change: TableChange, clock: int, was: str) -> None:

@@ -40,9 +40,12 @@ def begin_where_the_others_are(
     joins = client.engine.joins
     handles = [part.handle for part in (*tables, *rows)]
     client.tables.join([handle for handle in handles if joins(handle.table.table_id)])
-    firsts = [handle.table.restored_clock or 0 for handle in handles]
-    counts = passed([handle.clock for handle in handles], firsts)
-    for handle, count in zip(handles, counts, strict=True):
+    # Workers take no step of a table that sleeps: it has nothing to reach.
+    asleep = {p.handle for p in tables if isinstance(p, TrainedTable) and p.is_asleep}
+    stepped = [handle for handle in handles if handle not in asleep]
+    firsts = [handle.table.restored_clock or 0 for handle in stepped]
+    counts = passed([handle.clock for handle in stepped], firsts)
+    for handle, count in zip(stepped, counts, strict=True):
         for _ in range(count):
             client.tables.begin_step(handle).seal(skip=True)
     for table in tables:

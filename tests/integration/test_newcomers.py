@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import ps_worker as ps
 from ps_cli.console import scheduler_query
@@ -94,6 +95,36 @@ class Running:
         with self._lock:
             self._target = max(clock, self._begun)
         return [run.result(DEADLINE_S) for run in self._runs]
+
+
+@pytest.mark.thorough
+def test_a_newcomer_joins_what_nobody_steps(cluster: LaneCluster) -> None:
+    """A frozen layer, and a model that the others have not stepped yet."""
+    clients = _first(cluster)
+
+    def made(client: ps.Client) -> tuple[nn.Module, ps.DistributedOptimizer]:
+        model = seeded(lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)))
+        model[0].requires_grad_(False)
+        optimizer_for(client, seeded(lambda: nn.Linear(2, 1)), name="later")
+        return model, optimizer_for(client, model, name="tuned")
+
+    def train(trained: tuple[nn.Module, ps.DistributedOptimizer], until_clock: int) -> None:
+        model, optimizer = trained
+        while optimizer.clock < until_clock:
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+
+    with ThreadPoolExecutor(FIRST + 2) as pool:
+        every = list(pool.map(made, clients))
+        list(pool.map(train, every, [3] * FIRST))
+        for rank in (FIRST, FIRST + 1):  # the second joins after a first one
+            clients.append(ps.connect(cluster.address, request_deadline_s=DEADLINE_S))
+            every.append(made(clients[-1]))
+            assert (clients[-1].rank, every[-1][1].clock) == (rank, 3 * (rank - 1))
+            list(pool.map(train, every, [3 * rank] * (rank + 1)))
+    assert len({str(values(model)) for model, _ in every}) == 1
+    _close(clients)
 
 
 @pytest.mark.thorough

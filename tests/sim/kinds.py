@@ -46,6 +46,10 @@ from tests.sim.test_scheduler_restarts import LongRestartSimulation, RestartSimu
 from tests.sim.test_sealed_together import TogetherSimulation
 from tests.sim.test_shared_data import ShardRestoreSimulation, ShardSimulation
 from tests.sim.test_simulation import Simulation
+from tests.sim.test_sleepers import (
+    SleepingNewcomerSimulation,
+    SleepingReplacementSimulation,
+)
 from tests.sim.test_two_lost import TwoLostSimulation
 
 KINDS: dict[str, type[Simulation]] = {
@@ -88,6 +92,8 @@ KINDS: dict[str, type[Simulation]] = {
     "starts-restores": KeptRestoreSimulation,
     "passed-clocks": PassedClockSimulation,
     "together": TogetherSimulation,
+    "sleepers": SleepingNewcomerSimulation,
+    "sleepers-replaced": SleepingReplacementSimulation,
     "shards": ShardSimulation,
     "shards-restores": ShardRestoreSimulation,
 }
@@ -132,6 +138,8 @@ SHARES = {
     "starts-restores": 10,
     "passed-clocks": 10,
     "together": 5,
+    "sleepers": 5,
+    "sleepers-replaced": 5,
     "shards": 4,
     "shards-restores": 10,
 }

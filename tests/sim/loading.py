@@ -87,7 +87,8 @@ class Said:
         self._names[key][incarnation] = name
         self._items[key].update(found)
         if name[0]:
-            truth.editors[key].add(incarnation)
+            for item in found:
+                truth.editors[item].add(incarnation)
         else:
             truth.took_part[key].add(incarnation)
         is_one = self.is_one(table, clock)

@@ -86,6 +86,22 @@ REPLACEMENT_MUTANTS = (
         _REPLACEMENTS,
     ),
     Mutant(
+        "who joins a table is beyond what others have pulled for",
+        "S6",
+        "ps_server/ranges/schedule.py",
+        "        return reached.by_anything if proposed.join is None else reached.by_updates\n",
+        "        return reached.by_anything\n",
+        ("sleepers", "sleepers-replaced"),
+    ),
+    Mutant(
+        "who joins a table has reached the seals by which others left",
+        "S6",
+        "ps_server/ranges/range_state.py",
+        "        return ReachedClocks(by_steps, max(by_steps, self.clock), by_anything)\n",
+        "        return ReachedClocks(by_steps, self.reached_clock, by_anything)\n",
+        ("sleepers", "sleepers-replaced"),
+    ),
+    Mutant(
         "who is late for an update of nothing clipped is told nothing",
         "S7",
         "ps_server/ranges/update_scales.py",

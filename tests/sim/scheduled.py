@@ -28,7 +28,7 @@ from scheduler.machine.state import (
 from tests.sim.actors import RESEND_S, SimWorker
 from tests.sim.checkpointing import Checkpointer
 from tests.sim.server import SimServer
-from tests.sim.test_simulation import WORKERS, Simulation, drawn_consistency
+from tests.sim.test_simulation import WORKERS, Simulation
 
 BEAT_S = 1.0
 LOOK_S = 0.25
@@ -131,7 +131,7 @@ class ScheduledSimulation(Simulation):
             return
         wanted = ChangeRequest(
             table.spec.name,
-            drawn_consistency(draw),
+            self.drawn_consistency(draw),
             draw.choice((0, 0, 0, draw.randint(0, 14))),
             self.world.now_s + draw.choice((1.0, 5.0, 60.0)),
         )

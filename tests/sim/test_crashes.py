@@ -52,7 +52,8 @@ class CrashSimulation(ScheduledSimulation):
         """Now, or in the middle of the step that it is to die in: while its seals are under way."""
         if self.victim.finished:
             return
-        table_id = self.layout.tables[-1].table_id
+        asleep = self.layout.settings.asleep
+        table_id = [t.table_id for t in self.layout.tables if t.table_id not in asleep][-1]
         clock = self.truth.sealed.get((table_id, self.victim.incarnation), 0)
         if self.strike_clock and clock < self.strike_clock:
             self.world.after(LOOK_S / 10, self._strike)

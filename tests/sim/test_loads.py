@@ -59,12 +59,14 @@ class LoadSimulation(ReplacementSimulation):
     may_have_rows = False
     often: ClassVar[frozenset[str]] = frozenset({
         "all workers killed", "replacements", "joined", "gone", "started again at once",
-        "loads in place", "loads at one clock", "clocks passed with an edit",
-        "loads that may not be", "loads refused by servers", "clocks that were disputed",
+        "loads in place", "loads at one clock", "loads refused by servers",
+        "clocks that were disputed",
         "workers beyond the first", "failovers", "fault: killed", "equal replicas",
         "checkpoints", "loads at the start",
     })  # fmt: skip
-    seldom: ClassVar[frozenset[str]] = frozenset({"loads that waited in vain"})
+    seldom: ClassVar[frozenset[str]] = frozenset({
+        "loads that waited in vain", "loads that may not be", "clocks passed with an edit",
+    })  # fmt: skip
     medians: ClassVar[dict[str, int]] = {"messages": 1_500, "replacements": 3, "joined": 3}
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:

@@ -195,6 +195,10 @@ class Simulation:
             return [in_groups(spec).validated() for spec in found]
         return [spec.validated() for spec in in_fragments(found, numbers)]
 
+    def drawn_consistency(self, draw: random.Random) -> Consistency:
+        """One that an operator may want."""
+        return drawn_consistency(draw)
+
     def truth_settings(self, tables: Iterable[Table]) -> Settings:
         """Which consistency the clocks of the tables have."""
         return Settings(tables)

@@ -44,7 +44,9 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
         clocks.pop(table_id, None)
     may_leave_by_it = not worker.layout.settings.groups.leaders
     leaves_by_its_step = worker.world.draw.random() < 0.3 and may_leave_by_it  # else by another
-    stays = [] if leaves_by_its_step else list(worker.layout.tables)
+    stays = list(worker.layout.tables)
+    if leaves_by_its_step:
+        stays = [table for table in stays if table not in awake_tables(worker)]
     number, worker.is_at_its_last = 0, False
     while not worker.is_at_its_last:
         number += 1
@@ -55,7 +57,7 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
             _leave_out(worker, truth, clocks, newest)
             yield from worker.between(worker, True)
             continue
-        for table in worker.layout.tables:
+        for table in awake_tables(worker):
             clock = clocks[table.table_id] + 1
             edit = worker.layout.settings.edits.at(table, clock)
             if is_last and leaves_by_its_step and edit is None:
@@ -81,6 +83,12 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
         truth.left.add((table.table_id, worker.incarnation))
         worker.says_goodbye()
         yield lambda key=(table.table_id, clock): key in worker.ended  # type: ignore[misc]
+
+
+def awake_tables(worker: SimWorker) -> list[Table]:
+    """Those that are stepped."""
+    asleep = worker.layout.settings.asleep
+    return [table for table in worker.layout.tables if table.table_id not in asleep]
 
 
 def begin_anew(
@@ -125,7 +133,9 @@ def _leave_out(
     for table_id, count in zip(newest, counts, strict=True):
         clocks[table_id] += count
         worker.world.counts["clocks left out"] += count
-    taken = {clock - truth.restored.get(table_id, 0) for table_id, clock in clocks.items()}
+    asleep = worker.layout.settings.asleep
+    awake = {table_id: clock for table_id, clock in clocks.items() if table_id not in asleep}
+    taken = {clock - truth.restored.get(table_id, 0) for table_id, clock in awake.items()}
     assert len(taken) == 1, f"S7: worker {worker.rank} is at {clocks}, from {truth.restored}"
 
 
@@ -139,18 +149,23 @@ def begin_where_the_others_are(
     tables = worker.layout.tables
     yield lambda: len(worker.joined_after()) == len(tables)
     joined = worker.joined_after()
-    firsts = [truth.restored.get(table.table_id, 0) for table in tables]
-    counts = passed([joined[table.table_id] for table in tables], firsts)
-    for table, count in zip(tables, counts, strict=True):
+    stepped = awake_tables(worker)
+    firsts = [truth.restored.get(table.table_id, 0) for table in stepped]
+    counts = passed([joined[table.table_id] for table in stepped], firsts)
+    clocks.update(joined)
+    for table, count in zip(stepped, counts, strict=True):
         ranges = list(table.blocks_by_range(worker.layout.range_count))
         newest = joined[table.table_id] + count
         for clock in range(joined[table.table_id] + 1, newest + 1):
             worker.world.counts["steps that are passed"] += 1
             worker.window.seal(table.table_id, clock, ranges, StepTerms(skip=True))
-        clocks[table.table_id] = truth.sealed[table.table_id, worker.incarnation] = newest
-        stepped = worker.layout.settings.stepped
-        stepped[table.table_id] = max(stepped[table.table_id], newest)
+        clocks[table.table_id] = newest
+        worker.layout.settings.steps(table, newest)
     for table in tables:
+        truth.sealed[table.table_id, worker.incarnation] = clocks[table.table_id]
+    for table in tables:
+        sleeps = table.table_id in worker.layout.settings.asleep
+        worker.world.counts["joined what sleeps"] += sleeps
         with worker.without_failed(table):
             yield from _join(worker, truth, table, joined[table.table_id], clocks[table.table_id])
 

@@ -73,6 +73,8 @@ class Settings:
         """Steps (table, clock, worker) that no range may count."""
         self.edits = Edits(1, 0, may_differ=False)  # none
         self.groups = Groups()  # none
+        self.asleep: set[TableId] = set()
+        """Tables that no worker steps."""
         self.of_one: set[TableId] = set()
         """Tables of runs that have one worker."""
         self.unreadable: set[TableId] = set()
@@ -193,8 +195,8 @@ class Truth:
 
     def change(self, edit: Edit, incarnation: Incarnation) -> None:
         """A worker has sealed an edit."""
-        self.editors[edit.table.table_id, edit.clock].add(incarnation)
         for block in edit.blocks:
+            self.editors[edit.item(block)].add(incarnation)
             self.contributions[edit.table.table_id, block].add(edit.item(block))
 
     def living(self, found: Iterable[Grad]) -> list[Grad]:
@@ -204,13 +206,11 @@ class Truth:
     def _lives(self, grad: Grad) -> bool:
         if not grad.is_edit or not grad.pulled:
             return grad.incarnation not in self.gone
-        editors = self.editors.get((TableId(grad.pulled), grad.clock))  # None: of a checkpoint
+        editors = self.editors.get(grad)  # None: of a checkpoint
         return editors is None or bool(editors - self.gone)
 
-    editors: dict[tuple[TableId, int], set[Incarnation]] = field(
-        default_factory=lambda: defaultdict(set)
-    )
-    """(table, clock) -> who has sealed it as an edit that is taken."""
+    editors: dict[Grad, set[Incarnation]] = field(default_factory=lambda: defaultdict(set))
+    """What an edit that is taken makes of a block -> who has sealed it."""
 
     took_part: dict[tuple[TableId, int], set[Incarnation]] = field(
         default_factory=lambda: defaultdict(set)

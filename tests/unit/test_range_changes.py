@@ -286,12 +286,41 @@ def test_a_clock_before_a_successor_that_all_others_have_left_is_passed() -> Non
     bench = _replacing("bsp")
     _step(bench, 0, 1)
     _step(bench, 1, 1)
-    bench.pull(1, 1)
     bench.die(0)
     bench.seal(1, 3, 2, skip=True, last=True)
-    assert bench.join(0) == 2
+    assert bench.join(0, after_clock=2) == 2, "another range has reached it"
     bench.successor_steps(0, 3)
     assert applied(bench.effects)[1:] == [(3, [(2000, 1)])]
+
+
+@pytest.mark.parametrize("setting", ["bsp", "ssp:0", "asp"])
+def test_who_joins_a_table_that_sleeps_is_where_the_others_are(setting: str) -> None:
+    bench = _replacing(setting)
+    bench.pull(0, 0)
+    bench.pull(1, 0)
+    bench.seal(1, 1, 1, skip=True, last=True)
+    bench.die(1)
+    assert bench.join(1) == 0, "neither a pull nor a final seal is a step"
+    assert answers(bench.successor_reads(1, 0, waiter=9))
+
+
+def test_another_setting_begins_beyond_what_was_pulled_for() -> None:
+    bench = _replacing("asp")
+    bench.pull(0, 0)
+    assert bench.change("bsp") == 1
+
+
+def test_who_joins_takes_part_in_the_step_that_the_others_have_pulled_for() -> None:
+    bench = _replacing("bsp")
+    _step(bench, 0, 1)
+    _step(bench, 1, 1)
+    bench.pull(1, 1)
+    bench.die(0)
+    assert bench.join(0) == 1
+    _step(bench, 1, 2)
+    assert len(applied(bench.effects)) == 1
+    bench.successor_steps(0, 2)
+    assert applied(bench.effects)[1:] == [(2, [(2000, 1), (1, 3)])]
 
 
 def test_a_bsp_clock_that_nobody_is_in_is_passed_between_two_asynchronous_ones() -> None:
