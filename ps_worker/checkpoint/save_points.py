@@ -241,6 +241,11 @@ class SavePoints:
             self._models.append(trained)
             self._passed |= {handle.table.table_id: handle.step_count for handle, _ in trained()}
 
+    def models(self) -> list[list[tuple[TableHandle, bool]]]:
+        """The tables of each model, and whether each takes steps."""
+        with self._changed:
+            return [[*trained()] for trained in self._models]
+
     # --- events of the cluster
 
     def take_view(self, view: ClusterView) -> None:

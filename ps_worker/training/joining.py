@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ps_core.cluster_view import ClusterView
+from ps_core.consistency import Mode
 from ps_core.errors import EditRefused, WaitExpired
 from ps_core.keys import TableId
 from ps_runtime.observe import logs
@@ -24,7 +25,7 @@ from ps_worker.spec.late_joiners import (
     joined_tables,
     may_load,
 )
-from ps_worker.steps.steps import passed
+from ps_worker.steps.steps import TableHandle, passed
 from ps_worker.training.module_buffers import BufferTable
 from ps_worker.training.planned_edits import Edited, names_of
 from ps_worker.training.tables.trained_table import TrainedTable
@@ -68,11 +69,17 @@ class ModelJoin:
         self._is_at_start = True  # no worker had taken a step by then
         self._brought: Edited | None = None  # its changes before its first backward pass
 
-    def begin(self, clock: int) -> None:
-        """This worker has joined all tables, and is at this clock of the model."""
+    def begin(self, clock: int, handles: Sequence[tuple[TableHandle, bool]]) -> None:
+        """This worker has joined all tables of a model, and is at this clock of it.
+
+        Args:
+            clock: the model's.
+            handles: of its tables, and whether each takes steps.
+        """
         clocks = [(t.handle.clock, t.handle.table.restored_clock or 0) for t in self._tables]
         self._is_at_start = all(clock <= first for clock, first in clocks)
         self._clock, self._joined_s = clock, now_s()
+        _warn_between_steps(self._client, handles)
 
     def is_new(self, clock: int) -> bool:
         """True if it has taken no step with the others until this clock."""
@@ -109,6 +116,30 @@ class ModelJoin:
             f"'{self._name}' before this worker's first step, and it joins others that train: the "
             f"model is theirs, as of step {self._clock}. Nothing was sent. Load only where "
             "optimizer.clock is 0, or start all workers anew, together"
+        )
+
+
+def _warn_between_steps(client: Client, own: Sequence[tuple[TableHandle, bool]]) -> None:
+    """Warn if the others were between two steps of a loop that steps several models under BSP when
+    this worker joined the tables `own`: it begins with the loop, and nobody can tell it how far the
+    others are in theirs. Models that are equally far, or have not begun, are no such place.
+    """
+    reached = {}
+    for handles in [*client.checkpoints.save_points.models(), own]:
+        clocks = {
+            handle.name: handle.clock - (handle.table.restored_clock or 0)
+            for handle, is_awake in handles
+            if is_awake and client.tables.newest(handle).consistency.mode is Mode.BSP
+        }
+        if name := max(clocks, key=clocks.__getitem__, default=""):
+            reached[name] = clocks[name]
+    counts = {count for count in reached.values() if count}
+    if len(counts) > 1:
+        logs.warning(
+            "joined_between_steps",
+            steps=", ".join(f"'{name}' {count}" for name, count in reached.items()),
+            risk="if workers step these in turn, this one and the others may wait for each other",
+            remedy="end this worker and start it again, or train these tables under ssp or asp",
         )
 
 

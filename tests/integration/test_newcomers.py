@@ -128,6 +128,39 @@ def test_a_newcomer_joins_what_nobody_steps(cluster: LaneCluster) -> None:
 
 
 @pytest.mark.thorough
+def test_a_newcomer_is_told_that_it_joins_between_steps_of_two_models(
+    cluster: LaneCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    clients = _first(cluster)
+
+    def made(client: ps.Client) -> list[tuple[nn.Module, ps.DistributedOptimizer]]:
+        models = [seeded(lambda: nn.Linear(4, 1)), seeded(lambda: nn.Linear(4, 2))]
+        named = zip(models, ("critic", "actor"), strict=True)
+        return [(model, optimizer_for(client, model, name=name)) for model, name in named]
+
+    def step(trained: tuple[nn.Module, ps.DistributedOptimizer]) -> None:
+        model, optimizer = trained
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+
+    with ThreadPoolExecutor(FIRST) as pool:
+        every = list(pool.map(made, clients))
+        for number in (0, 1, 0, 1):
+            list(pool.map(step, [both[number] for both in every]))
+        clients.append(ps.connect(cluster.address, request_deadline_s=DEADLINE_S))
+        made(clients[-1])
+        assert "joined_between_steps" not in caplog.text
+        clients.pop().close()
+        list(pool.map(step, [both[0] for both in every]))
+        clients.append(ps.connect(cluster.address, request_deadline_s=DEADLINE_S))
+        made(clients[-1])
+    assert "joined_between_steps" in caplog.text
+    assert "'critic/0/float32' 3, 'actor/0/float32' 2" in caplog.text
+    _close(clients)
+
+
+@pytest.mark.thorough
 def test_a_newcomer_may_leave_without_having_trained(cluster: LaneCluster) -> None:
     """It ends the tables of the others at the clocks that it has joined at."""
     clients = _first(cluster)
