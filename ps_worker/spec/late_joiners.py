@@ -69,8 +69,8 @@ def joined_tables(
 
 
 def has_trained_alone(view: ClusterView, own: Incarnation, joined_ids: Collection[TableId]) -> bool:
-    """True if a new worker took more than one step before another joined: one that waits after its
-    first pull is joined by the next a clock later. Tables may be joined a step apart; the empty
+    """True if a new worker took more than one step before another joined: a step that a former
+    worker had sealed may lie between two joins, too. Tables may be joined a step apart; the empty
     step of a worker on tables where it is behind does not count.
     """
     here = {worker.incarnation for worker in workers_here(view).values()} | {own}
