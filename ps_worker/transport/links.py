@@ -164,7 +164,11 @@ class ServerCalls:
         raw = request.SerializeToString()
         if self._streams is not None and self._streams.is_open:
             call = self._streams.call(f"{_SERVICE}Pull", timeout_s)
-            await call.write((raw,))
+            try:
+                await call.write((raw,))
+            except BaseException:  # its caller does not have the call yet
+                call.cancel()
+                raise
             call.done_writing()
             return call
         return GrpcioCall(self._pull(raw, timeout=timeout_s))

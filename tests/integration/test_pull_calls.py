@@ -221,6 +221,27 @@ def test_more_small_pulls_than_a_push_stream_takes_wait_for_their_turn() -> None
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
+def test_a_pull_given_up_while_its_request_waits_for_the_socket_leaves_no_stream_open() -> None:
+    """Else the connection takes no more calls after a hundred, for as long as pulls may last."""
+
+    async def scenario() -> None:
+        parking = Parking()
+        async with stream_port(parking), linked(parking, silence_s=0.05) as link:
+            await link.ensure_session(1, 20.0, lambda _: True)
+            channel = link._calls._streams
+            assert channel is not None
+            channel._transport.pause_writing()  # as asyncio does when pushes fill the socket
+            request = parameters_pb2.PullRequest(deadline_ms=1)
+            with pytest.raises(WaitExpired, match="nothing of an answer came"):
+                await link.pull(request, 20.0, lambda _: None, is_small=False)
+            assert not channel._transport.connection.streams
+            channel._transport.resume_writing()
+            parking.goes_on.set()
+            await link.pull(request, 20.0, lambda _: None, is_small=False)
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
 class Recovered(Answering):
     """Refuses its first pull; replies to what comes on a push stream."""
 
