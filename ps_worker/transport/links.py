@@ -290,12 +290,13 @@ class ServerLink:
     async def ensure_session(
         self, view_number: int, deadline_s: float, is_wanted: Callable[[ServerLink], bool]
     ) -> None:
-        """Wait until the server knows this client and has reached `view_number`, or cannot be
-        reached and is not wanted any more: it has left, or others have its ranges.
+        """Wait until the server knows this client and has reached `view_number`, and a reader with
+        setting 'shm' has its lane; or until the server cannot be reached and is not wanted any
+        more: it has left, or others have its ranges.
         """
         end_s = now_s() + deadline_s
         backoff = Backoff()
-        while self._view_number < view_number:
+        while self._view_number < view_number or self._needs_lane:
             left_s = max(end_s - now_s(), 0.0)
             try:
                 await self._open_session(view_number, min(left_s, SESSION_DEADLINE_S))
@@ -506,6 +507,11 @@ class ServerLink:
     @property
     def lane(self) -> SharedLane | None:
         return self._lane if self._lane is not None and self._lane.is_open else None
+
+    @property
+    def _needs_lane(self) -> bool:
+        """True if a client without a push stream must have a lane, and has none."""
+        return self._task is None and self._setting.lane == "shm" and self.lane is None
 
     async def _keep_lane(self) -> None:
         """Open a lane for a client without a push stream, if it has none."""

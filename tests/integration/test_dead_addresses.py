@@ -371,8 +371,9 @@ class Offering(Answering):
         return response.SerializeToString()
 
 
-def test_a_unix_socket_that_takes_no_more_for_a_moment_ends_no_worker() -> None:
-    """Lane 'shm': all workers come at once, and the server accepts one after the other."""
+@pytest.mark.parametrize("role", ["worker", "reader"])
+def test_a_unix_socket_that_takes_no_more_for_a_moment_is_tried_again(role: str) -> None:
+    """Lane 'shm': all clients come at once, and the server accepts one after the other."""
 
     async def scenario() -> None:
         heard, offering = Heard(), Offering(ONE)
@@ -384,12 +385,17 @@ def test_a_unix_socket_that_takes_no_more_for_a_moment_ends_no_worker() -> None:
             other.connect(f"\0{offering.socket_name}")
             async with grpc_node(offering) as address:
                 link = ServerLink(node(address), replace(heard.setting, lane="shm"))
-                link.start_stream(1, heard)
-                ends = {
+                ends: set[asyncio.Task[Any]] = {
                     asyncio.create_task(each.wait()) for each in (heard.has_failed, offering.asked)
                 }
+                if role == "worker":
+                    link.start_stream(1, heard)
+                else:
+                    meeting = link.ensure_session(1, 20.0, lambda _: True)
+                    ends.add(asyncio.create_task(meeting))
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 assert heard.failed == []
+                assert offering.asked.is_set(), "it goes on without shared memory"
                 assert "cannot share memory with this process" in link.trouble.words
                 await link.close()
                 for end in ends:
