@@ -73,9 +73,9 @@ from ps_worker.steps.steps import (
     check_handle,
     skipped_clocks,
 )
-from ps_worker.transport.loop import CallbackThread
+from ps_worker.transport.loop import CallbackThread, Ends, ended_together
 from ps_worker.transport.metrics import MEASURES
-from ps_worker.transport.pulls import Moment, PullOrder, new_cut
+from ps_worker.transport.pulls import PullOrder, new_cut
 
 _LOOK_S = 0.5
 _PIECES_IN_FLIGHT = 2
@@ -586,25 +586,24 @@ class Pulls:
         self._callbacks = CallbackThread()
 
     def start(
-        self,
-        table: TableHandle,
-        raw: Raw,
-        *,
-        consistent: bool = False,
-        timeout_s: float | None = None,
-        at: Moment | None = None,
-        held: HeldValues | None = None,
+        self, table: TableHandle, raw: Raw, *, held: HeldValues | None = None
     ) -> PullTicket[Pulled]:
         """Begin to pull a whole table at this worker's clock into `raw`, 1-D uint8, which the
-        background thread writes until the ticket is done. With `consistent` a reader may name the
-        moment `at`; the ticket ends with AlreadyPast if a range is past it. `held` says what `raw`
-        has from earlier pulls; values that are still the same do not come.
+        background thread writes until the ticket is done. `held` says what `raw` has from earlier
+        pulls; values that are still the same do not come.
         """
-        order = self._order(table, raw, None, timeout_s, consistent=consistent)
-        order = replace(order, held=held)
-        if at is not None:
-            order = replace(order, **at._asdict(), is_reader=False)
-        return PullTicket(table.table, self._connection.loop.start(self._engine.pull(order)))
+        return self.start_blocks(table, raw, held, None)
+
+    def order(
+        self, table: TableHandle, raw: Raw, held: HeldValues, timeout_s: float, *, consistent: bool
+    ) -> PullOrder:
+        """The pull that `start` begins, for `start_together`."""
+        return replace(self._order(table, raw, None, timeout_s, consistent=consistent), held=held)
+
+    def start_together(self, orders: Sequence[PullOrder]) -> PullTicket[Ends[Pulled]]:
+        """Begin pulls of which the first that fails ends the others, as `ended_together`."""
+        pulling = ended_together(self._engine.pull, orders)
+        return PullTicket(orders[0].table, self._connection.loop.start(pulling))
 
     def start_blocks(
         self,

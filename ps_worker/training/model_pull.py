@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,19 +35,24 @@ from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
 from ps_runtime.grpc.retry import Backoff, is_curable
 from ps_runtime.system.clock import now_s
-from ps_worker.client.pending import PendingTickets
 from ps_worker.spec.flat_layout import TORCH_DTYPE, plain_name
 from ps_worker.spec.values import element_bytes
 from ps_worker.steps.held_values import HeldValues
+from ps_worker.steps.steps import Pulled
 from ps_worker.training.module_buffers import persistent_buffers, write_values
-from ps_worker.transport.pulls import Moment
+from ps_worker.transport.loop import Ends
+from ps_worker.transport.pulls import Moment, PullOrder
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client
-    from ps_worker.steps.steps import Pulled, PullTicket, TableHandle
+    from ps_worker.steps.steps import TableHandle
 
 _ATTEMPT_S = 10.0
 """The longest that one attempt waits for its clock, because training may have ended before it."""
+
+
+_OF_AN_ATTEMPT = AlreadyPast, InvalidConfig, WaitExpired
+"""The errors that end an attempt, and not the call."""
 
 
 def table_prefix(name: str, group: int, clock: int) -> str:
@@ -134,24 +140,21 @@ class _TablePull:
         kept = client.pulls.kept.pop(table, None)
         self._raw, self._held = kept or (np.empty(byte_count, np.uint8), HeldValues())
         self.values = torch.from_numpy(self._raw).view(TORCH_DTYPE[table.dtype])
-        self.pending = PendingTickets(client)
 
     @property
     def newest(self) -> Table:
         """The table as the newest view has it."""
         return self.client.tables.newest(self.table)
 
-    def start(self, consistent: bool, end_s: float, at: Moment | None = None) -> PullTicket[Pulled]:
-        ticket = self.client.pulls.start(
-            self.table,
-            self._raw,
-            consistent=consistent,
-            timeout_s=max(end_s - now_s(), 0.001),
-            at=at,
-            held=self._held,
+    def order(self, consistent: bool, end_s: float, at: Moment | None) -> PullOrder:
+        left_s = max(end_s - now_s(), 0.001)
+        order = self.client.pulls.order(
+            self.table, self._raw, self._held, left_s, consistent=consistent
         )
-        self.pending.add(ticket)
-        return ticket
+        if at is None:
+            return order
+        at = at._replace(clock=max(at.clock - self.birth, 0))
+        return replace(order, **at._asdict(), is_reader=False)
 
     def keep(self) -> None:
         """Keep the memory for the next call; no pull of this one is in flight."""
@@ -199,11 +202,38 @@ def _check(table: TableHandle, targets: dict[str, torch.Tensor]) -> None:
             )
 
 
+def _ends(
+    pulls: Sequence[_TablePull], consistent: bool, end_s: float, at: Moment | None = None
+) -> Ends[Pulled]:
+    """Pull all tables until `end_s`, a reader perhaps at the moment `at`; returns the end of each
+    pull, once none of the tables is being written any more. The first failure ends the others.
+    """
+    if not pulls:
+        return []
+    client = pulls[0].client
+    orders = [pull.order(consistent, end_s, at) for pull in pulls]
+    ticket = client.pulls.start_together(orders)
+    try:
+        ends = client.wait(ticket, max(end_s - now_s(), 0.001))
+    finally:
+        ticket.future.cancel()  # of a wait that was interrupted
+    for end in ends:
+        if isinstance(end, Exception) and not isinstance(end, _OF_AN_ATTEMPT):
+            raise end
+    return ends
+
+
 def _pull(pulls: Sequence[_TablePull], consistent: bool, end_s: float) -> int:
-    tickets = [(pull.birth, pull.start(consistent, end_s)) for pull in pulls]
-    for pull in pulls:
-        pull.pending.wait()
-    return min((birth + ticket.future.result().clock for birth, ticket in tickets), default=0)
+    ends = _ends(pulls, consistent, end_s)
+    for end in ends:
+        if isinstance(end, Exception):
+            raise end
+    clocks = [
+        pull.birth + end.clock
+        for pull, end in zip(pulls, ends, strict=True)
+        if isinstance(end, Pulled)
+    ]
+    return min(clocks, default=0)
 
 
 def _modes(pulls: Sequence[_TablePull]) -> set[Mode]:
@@ -283,18 +313,14 @@ def _attempt(pulls: Sequence[_TablePull], at: Moment, end_s: float) -> None:
     """
     mixed: InvalidConfig | None = None
     failure: AlreadyPast | WaitExpired | None = None
-    for pull in pulls:
-        pull.start(True, end_s, at._replace(clock=max(at.clock - pull.birth, 0)))
-    for pull in pulls:
-        try:
-            pull.pending.wait()
-        except AlreadyPast as past:
-            furthest = max(past.clock + pull.birth, failure.clock if failure else 0)
-            failure = AlreadyPast(past.message, clock=furthest)
-        except InvalidConfig as error:
-            mixed = error
-        except WaitExpired as late:
-            failure = failure or late
+    for pull, end in zip(pulls, _ends(pulls, True, end_s, at), strict=True):
+        if isinstance(end, AlreadyPast):
+            furthest = max(end.clock + pull.birth, failure.clock if failure else 0)
+            failure = AlreadyPast(end.message, clock=furthest)
+        elif isinstance(end, InvalidConfig):
+            mixed = end
+        elif isinstance(end, WaitExpired):
+            failure = failure or end
     worst = mixed or failure
     if worst is not None:
         raise worst

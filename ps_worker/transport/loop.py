@@ -11,7 +11,7 @@ import gc
 import os
 import queue
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -21,6 +21,10 @@ from ps_runtime.grpc.channels import new_event_loop, tune_allocator
 from ps_runtime.observe import logs
 
 ResultT = TypeVar("ResultT")
+ItemT = TypeVar("ItemT")
+
+Ends = list[ResultT | BaseException]
+"""The result of each work, or its error."""
 
 _STOP_DEADLINE_S = 5.0
 
@@ -126,6 +130,22 @@ async def _carry(work: Coroutine[Any, Any, ResultT], future: Future[ResultT]) ->
     else:
         if future.set_running_or_notify_cancel():
             future.set_result(result)
+
+
+async def ended_together(
+    work: Callable[[ItemT], Coroutine[Any, Any, ResultT]], items: Sequence[ItemT]
+) -> Ends[ResultT]:
+    """Do the work of each item at once, until all are done or one has failed; then the others are
+    cancelled. Returns once none goes on any more.
+    """
+    tasks = [asyncio.create_task(work(item)) for item in items]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+    return ends
 
 
 def _call_all(calls: Iterable[Callable[[], object]]) -> None:
