@@ -2,7 +2,8 @@
 
 Rules:
     - A request whose failure is curable (another primary, a server that restarts, a wait that
-      expired) is repeated until the pull's deadline.
+      expired) is repeated until the pull's deadline, while the values of other servers travel. One
+      that may not be repeated ends the pull.
     - A block of an older epoch than the view's is dropped and pulled again (S5).
     - A pull into memory that holds values says their versions; what is unchanged does not come.
     - Values in shared memory count range by range: all of a range, as they were when the server
@@ -33,13 +34,13 @@ import asyncio
 import math
 import os
 from collections import deque
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -75,6 +76,7 @@ from ps_worker.steps.held_values import HeldValue, HeldValues
 from ps_worker.steps.steps import Pulled, TableSteps
 from ps_worker.transport.lane import Copiers, SharedLane
 from ps_worker.transport.links import Answer, ServerLink, ServerLinks
+from ps_worker.transport.loop import ended_together
 from ps_worker.transport.metrics import MEASURES
 from pushpull.v1 import parameters_pb2
 
@@ -205,23 +207,37 @@ class Puller:
 
     async def pull_at(self, order: PullOrder) -> Pulled:
         progress = self._begin(order)
-        backoff = Backoff()
+        await self._pull_ranges(progress, list(progress.wanted))
+        return progress.pulled()
+
+    async def _pull_ranges(self, progress: _PullProgress, ranges: Sequence[RangeId]) -> None:
+        """Pull what is wanted of these ranges from whichever servers have them; each server is
+        asked again while the values of others travel. When this ends or raises, nothing writes to
+        the caller's memory any more.
+        """
+        order, backoff = progress.order, Backoff()
         try:
-            while True:
-                torn_count = progress.torn_count
-                errors = await self._ask_all(progress)
-                if not progress.wanted:
-                    return progress.pulled()
-                for error in errors:
+            while wanted := sorted(progress.wanted.keys() & ranges):
+                view, torn_count = self.links.view, progress.torn_count
+                by_server = _by_server(view, wanted)
+                if len(by_server) > 1:
+                    await _all(partial(self._pull_ranges, progress), list(by_server.values()))
+                    return
+                # The common case of a small table, without a task.
+                ((server, asked),) = by_server.items()
+                errors = await self._ask(progress, view, server, asked)
+                if not progress.wanted.keys() & asked:
+                    return
+                for error in sorted(errors, key=is_curable):
                     if not _may_be_cured(order, error):
                         raise WaitExpired(error.message) if is_curable(error) else error
                 if not errors and progress.torn_count > torn_count:
                     continue  # there is nothing to wait for
                 error = errors[0] if errors else Recovering("a server ended its answer early")
-                self._counters.waits[order] = error.message
+                self._counters.waits[backoff] = error.message
                 await self.pause(order, backoff, error)
         finally:
-            self._counters.waits.pop(order, None)
+            self._counters.waits.pop(backoff, None)
 
     async def pause(self, order: PullOrder, backoff: Backoff, error: PushpullError) -> None:
         """Wait before the next request; raise if there is no time for one."""
@@ -260,35 +276,6 @@ class Puller:
         if link is None:
             raise Recovering(f"server {server} is not there" if server else "a range has no server")
         return link
-
-    async def _ask_all(self, progress: _PullProgress) -> list[PushpullError]:
-        """Ask every server for its wanted blocks; returns the errors, incurable ones first. Then
-        nothing writes to the caller's memory any more.
-        """
-        view, may_be_cured = self.links.view, partial(_may_be_cured, progress.order)
-        by_server: dict[NodeId | None, list[RangeId]] = {}
-        for range_id in sorted(progress.wanted):
-            if view.ranges[range_id].is_lost:
-                return [ValuesLost(view.lost_words)]
-            by_server.setdefault(view.ranges[range_id].primary, []).append(range_id)
-        if len(by_server) == 1:  # the common case of a small table, without a task
-            ((server, ranges),) = by_server.items()
-            return await self._ask(progress, view, server, ranges)
-        pending = {
-            asyncio.create_task(self._ask(progress, view, server, ranges))
-            for server, ranges in by_server.items()
-        }
-        errors: list[PushpullError] = []
-        try:
-            while pending and all(map(may_be_cured, errors)):
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    errors += task.result()
-        finally:
-            for task in pending:
-                task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
-        return sorted(errors, key=lambda error: (is_curable(error), may_be_cured(error)))
 
     async def _ask(
         self,
@@ -523,6 +510,29 @@ class Puller:
             progress.order.steps.peer_versions[value.block] = value.peer_version
         if progress.lowest_clock is None or value.clock < progress.lowest_clock:
             progress.lowest_clock = value.clock
+
+
+def _by_server(
+    view: ClusterView, ranges: Iterable[RangeId]
+) -> Mapping[NodeId | None, list[RangeId]]:
+    """The ranges of each server; ValuesLost if those of one are lost."""
+    found: dict[NodeId | None, list[RangeId]] = {}
+    for range_id in ranges:
+        if view.ranges[range_id].is_lost:
+            raise ValuesLost(view.lost_words)
+        found.setdefault(view.ranges[range_id].primary, []).append(range_id)
+    return found
+
+
+async def _all(
+    pull: Callable[[Sequence[RangeId]], Coroutine[Any, Any, None]],
+    shares: Sequence[Sequence[RangeId]],
+) -> None:
+    """Pull these shares of ranges at once; the first failure ends the others."""
+    ends = await ended_together(pull, shares)
+    failures = [end for end in ends if isinstance(end, Exception)]
+    if failures:
+        raise min(failures, key=lambda failure: isinstance(failure, WaitExpired))
 
 
 def _may_be_cured(order: PullOrder, error: PushpullError) -> bool:
