@@ -4,7 +4,8 @@
 
 Rules:
     - A consistent pull, and one of shared values, begins in all ranges at once, and ranges that
-      refuse it answer first; other pulls go range after range, since a table has many bytes.
+      have refused it answer before the next one; other pulls go range after range, since a table
+      has many bytes.
     - A short answer that is available is given at once, without a task; a long one piece by piece.
     - On a stream, a pull with a number is answered as soon as possible: one that waits for other
       workers holds up nothing behind it. If too many wait, the next is refused.
@@ -150,9 +151,7 @@ class Pull:
                 while self._left and (self._is_one or not self._reads):
                     await self._node.works.in_turn(self._begin_next)
                     await turns.breathe()
-                    if not self._left:  # of refused reads the caller may not want the rest
-                        self._reads = deque(sorted(self._reads, key=_is_good))
-                read = self._reads[0]
+                read = self._next()
                 if not read.is_answered:
                     for message in _messages(there):
                         yield message
@@ -196,6 +195,15 @@ class Pull:
         else:
             read.wanted(self._node.shards.stores.get((self._table_id, range_id)))
             self._node.begin_read(read)
+
+    def _next(self) -> RangeRead:
+        """The read to answer next: one that was refused, since its caller may not want the rest."""
+        at = next((at for at, read in enumerate(self._reads) if read.is_refused), 0)
+        if at:
+            read = self._reads[at]
+            del self._reads[at]
+            self._reads.appendleft(read)
+        return self._reads[0]
 
     def close(self) -> None:
         """Forget the open pulls of ranges. Idempotent."""
@@ -355,10 +363,6 @@ def _overloaded(request: parameters_pb2.PullRequest) -> list[bytes]:
         retry_after_ms=_RETRY_MS,
     )
     return [range_error(part.range_id, error) for part in request.ranges[: limits.MAX_RANGE_COUNT]]
-
-
-def _is_good(read: RangeRead) -> bool:
-    return not read.is_refused
 
 
 # --- answers as messages

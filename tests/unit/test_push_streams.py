@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
-from ps_core.errors import NotOwner
+from ps_core.errors import NotOwner, WaitExpired
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_runtime.observe.metrics import ServerMetrics
@@ -198,3 +198,28 @@ def test_an_answer_is_read_message_by_message(is_consistent: bool) -> None:
         assert node.unread.byte_count == 0
 
     asyncio.run(asyncio.wait_for(whole(), 10.0))
+
+
+def test_ranges_that_have_refused_a_consistent_read_answer_before_the_next_wait() -> None:
+    async def whole() -> None:
+        node = a_node(4)
+        request = parameters_pb2.PullRequest(table_id=1, consistent=True, clock=1)
+        for range_id in (0, 2, 3):  # which have blocks
+            request.ranges.add(range_id=range_id, assignment_epoch=1)
+        pull = Pull(node, request, SESSION)
+        refused: asyncio.Queue[int] = asyncio.Queue()
+
+        async def read() -> None:
+            async for part in pull.parts():
+                refused.put_nowait(parameters_pb2.PullResponse.FromString(part).error.range_id)
+
+        reading = asyncio.create_task(read())
+        while sum(map(node.parked_count, WaitCause)) < 3:
+            await a_turn()
+        first, _, last = pull._reads
+        for waiting in (last, first):
+            node._refuse(waiting.number, WaitExpired("worker 2 is late"))
+        assert [await refused.get(), await refused.get()] == [0, 3]
+        reading.cancel()
+
+    asyncio.run(asyncio.wait_for(whole(), 5.0))
