@@ -11,7 +11,7 @@ Rules:
       others are loaded. If the checkpoint cannot be opened, all its tables fail.
     - A cluster's checkpoint has the table's own blocks, with their state, version and steps. State
       that the installed custom update has no slot for is dropped, and a slot without state begins
-      anew: both are told, once for a table.
+      anew: both are told, once for a table. The means of delay compensation need no slot.
     - An imported checkpoint has tensors in blocks of its own, of which the table's blocks are put
       together, and its partitions too. They have taken no step, and their optimizer has no state.
 
@@ -36,6 +36,7 @@ from ps_core.errors import PushpullError, UpdateFailed, check
 from ps_core.keys import TableId
 from ps_core.manifest import Imported
 from ps_core.rows import Ids, mixed_ids, partitions_of, salt_of
+from ps_core.tables.optimizers import DELAY_MEAN_SQUARE
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import RowsSpec
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
@@ -211,7 +212,8 @@ class _Tensors:
     def __init__(self, table: Table, shards: Shards) -> None:
         self._spec = table.spec
         self._update = table.spec.optimizer.custom_update
-        self._known = {VALUES, *map(tensor_of, shards.custom_state(self._update))}
+        self._slots = set(map(tensor_of, shards.custom_state(self._update)))
+        self._known = {VALUES, DELAY_MEAN_SQUARE, *self._slots}
         self._anew: set[str] = set()
         self._dropped: set[str] = set()
 
@@ -220,7 +222,7 @@ class _Tensors:
         if not self._update:
             return block.tensors
         if any(block.steps):
-            self._anew |= self._known - {*block.tensors}
+            self._anew |= self._slots - {*block.tensors}
         self._dropped |= {*block.tensors} - self._known
         return [tensor for tensor in block.tensors if tensor in self._known]
 

@@ -20,13 +20,15 @@ from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
+from ps_runtime.checkpoint.part_file import StoredBlock
 from ps_runtime.checkpoint.reader import CheckpointReader
 from ps_runtime.observe.metrics import ServerMetrics
-from ps_server.checkpoint.restored_values import RestoredValues
+from ps_server.checkpoint.restored_values import RestoredValues, _Tensors
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.service.node import ParameterNode
 from ps_server.stores import Shards
 from ps_server.values.custom_updates import checked
+from ps_server.values.delay_compensation import MEAN_SQUARE
 from ps_server.values.shard_store import ShardStore
 from tests.unit.checkpoint_files import COUNTERS, SPECS, WEIGHTS, write_checkpoint
 from tests.unit.sample_updates import Counting
@@ -134,6 +136,16 @@ def test_state_that_a_custom_update_has_no_more_is_dropped_and_told_with_what_be
         for block in node.machine.shards[TableId(1), range_id].state.blocks:
             assert isinstance(store, ShardStore)
             assert [name for name, _ in store.saved(block).tensors] == ["values", "exp_avg"]
+
+
+def test_what_delay_compensation_has_summed_goes_on_without_a_slot_of_its_name() -> None:
+    spec = replace(WEIGHTS, optimizer=OptimizerSpec(OptimizerKind.CUSTOM, custom_update="mine"))
+    shards = Shards(SharedLanes(), {"mine": checked("mine", Renamed())})
+    tensors = _Tensors(Table(TableId(1), 0, spec), shards)
+    for names in (["values", "exp_avg", "count"], ["values", "exp_avg", "count", MEAN_SQUARE]):
+        block = StoredBlock(version=1, steps=(1,), crc32s=dict.fromkeys(names, 0))
+        assert list(tensors.loaded_of(block)) == names
+    assert not tensors.differ
 
 
 def test_what_has_failed_as_a_whole_is_not_said_to_be_restored(
