@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import weakref
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
@@ -67,7 +68,7 @@ def opened(client: OpenClient) -> None:
     OPEN.add(client)
     if parent_process() is not None and _child_pid != os.getpid():
         _child_pid = os.getpid()
-        Finalize(None, lambda: _end_all(sys.exc_info()[1]), exitpriority=0)
+        Finalize(None, _end_child, exitpriority=0)
 
 
 def has_worker() -> bool:
@@ -120,6 +121,22 @@ def _end_all(error: BaseException | None) -> None:
                 client.abandon(type(error).__name__)
         except Exception as failure:  # noqa: BLE001 - the others still have to leave
             logs.error("leave_failed", error=failure)
+
+
+def _end_child() -> None:
+    """End the clients of a child of `multiprocessing`, which has not waited for its threads yet:
+    after a normal end they may train.
+    """
+    error = sys.exc_info()[1]
+    try:
+        if is_normal_end(error):
+            # As multiprocessing itself, which does it later; to join each would hang on a pool's.
+            threading._shutdown()  # type: ignore[attr-defined]
+    except BaseException as stop:
+        error = stop
+        raise
+    finally:
+        _end_all(error)
 
 
 def _at_exit() -> None:

@@ -5,8 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.synchronize import Event
+from multiprocessing.util import Finalize
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import ps_worker as ps
@@ -191,3 +196,32 @@ def test_a_child_of_multiprocessing_leaves_if_it_ends_normally_and_else_is_gone(
         with ps.connect(cluster.address, role="operator") as operator:
             states = {n.rank: n.state for n in operator.engine.view.nodes if n.role is Role.WORKER}
     assert [states[rank] for rank in range(len(ENDS))] == [state for _, _, state in ENDS]
+
+
+def _trains_in_a_thread(address: str, done: Event) -> None:
+    """Until after its `target` has returned, beside a pool that nobody shuts down."""
+    client, is_ending = ps.connect(address), threading.Event()
+    ThreadPoolExecutor(1).submit(int).result()
+    Finalize(None, is_ending.set, exitpriority=1)  # before the client's
+
+    def train() -> None:
+        is_ending.wait()
+        table = client.create_table("t", 4, optimizer=ps.SGD(lr=1.0))
+        for _ in range(20):
+            client.wait(client.push(table, np.ones(4, np.float32)))
+        done.set()
+
+    threading.Thread(target=train).start()
+
+
+def test_a_child_of_multiprocessing_leaves_when_its_threads_have_ended() -> None:
+    with ps.local_cluster() as cluster:
+        done = warm_context().Event()
+        child = warm_context().Process(target=_trains_in_a_thread, args=(cluster.address, done))
+        child.start()
+        child.join(DEADLINE_S)
+        assert child.exitcode == 0
+        assert done.is_set()
+        with ps.connect(cluster.address, role="operator") as operator:
+            (worker,) = (n for n in operator.engine.view.nodes if n.role is Role.WORKER)
+    assert worker.state is NodeState.LEFT
