@@ -6,8 +6,10 @@ Rules:
       float64, which holds every integer up to 2**53, and are rounded when they come back.
     - "rank0": rank 0's values replace all others in each step; once it has gone, those of the
       lowest rank that is there (`giver_of`). "mean": the mean of the workers'.
-    - Whoever takes over gives none in the first step that it begins without the one before, who may
-      have sealed that step. Nobody else has sealed a later one, so a step has one giver.
+    - Whoever takes over gives none in the first two steps that it begins without the one before,
+      who may have sealed either: with backup workers this one may be left out of the first, and
+      begins the next update, which that one began. Nobody has sealed a later step.
+    - The giver keeps its own: with an outer step that overlaps they are newer than what comes back.
     - Buffers of a step that is skipped count, as in one process.
     - A module may replace a buffer's tensor, and may not remove a buffer.
 """
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
 
 _MAX_EXACT_INTEGER = 2**53
 """The integer up to which float64 holds every one."""
+
+_HELD_BACK_COUNT = 2
+"""Steps in which whoever takes over gives no buffers."""
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -111,7 +116,8 @@ class BufferTable:
         self._layout = layout
         self._is_mean = options.buffers == "mean"
         self.is_pulled = self._is_mean or client.rank != 0 or client.is_late_joiner
-        self._is_giver = client.rank == 0 or client.is_late_joiner  # as of the step before
+        # The steps in which this worker, if all have its buffers, gives none yet.
+        self._held_back = 0 if client.rank == 0 and not client.is_late_joiner else _HELD_BACK_COUNT
         self._publishes = False  # in this step
         self._sent = FlatBuffer(layout)
         self._received = FlatBuffer(layout)
@@ -157,11 +163,16 @@ class BufferTable:
 
     def _gives(self) -> bool:
         """True if this worker's buffers are those of all in the step that begins."""
-        client, was_giver = self._client, self._is_giver
-        self._is_giver = giver_of(client.engine.view) == client.rank
-        if self._is_giver and not was_giver:
+        client = self._client
+        if giver_of(client.engine.view) != client.rank:
+            self._held_back = _HELD_BACK_COUNT
+            return False
+        if self._held_back == 0:
+            return True
+        if self._held_back == _HELD_BACK_COUNT:
             logs.info("buffers_taken_over", table=self._layout.table_name, rank=client.rank)
-        return self._is_giver and was_giver
+        self._held_back -= 1
+        return False
 
     def seal(self) -> None:
         """End the step on this table, and begin to pull; `finish` waits."""
@@ -197,8 +208,8 @@ class BufferTable:
 
     def finish(self) -> None:
         """Wait for the end of the step, and write the pulled buffers into the module, except those
-        that the script has changed since a wait was given up. A pull that has expired is begun
-        again.
+        that the script has changed since a wait was given up; the giver's stay. A pull that has
+        expired is begun again.
         """
         if self._pull is not None and self._pull.has_expired:
             self.begin_pull()
@@ -207,6 +218,8 @@ class BufferTable:
         if pull is None:
             return
         before, self._left = self._left, {}
+        if self._publishes and not self._is_mean:
+            return
         here = self._received.views
         devices = {target.device for _, target, _ in self._current(self._received)}
         if len(devices) == 1 and has_streams(device := devices.pop()):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import nn
@@ -10,8 +13,15 @@ from ps_core.cluster_view import ClusterView, Node, NodeState, Role
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.keys import Incarnation, NodeId
 from ps_core.tables.elements import DType
+from ps_core.tables.table import Table
+from ps_worker.client.client import Client
+from ps_worker.spec.settings import BSP
+from ps_worker.spec.training_options import TrainingOptions
+from ps_worker.steps.held_values import HeldValues
+from ps_worker.steps.steps import PullTicket, TableHandle
 from ps_worker.training.model_pull import birth_clock, known_birth, table_prefix
 from ps_worker.training.module_buffers import (
+    BufferTable,
     buffer_layouts,
     check_exact,
     check_shape,
@@ -20,6 +30,7 @@ from ps_worker.training.module_buffers import (
     present_buffer,
     write_values,
 )
+from tests.unit.table_client import TableClient
 
 
 class Child(nn.Module):
@@ -143,11 +154,76 @@ ALIVE, SILENT, LEFT, GONE = NodeState
 def test_the_lowest_rank_that_was_there_first_gives_the_buffers(
     workers: list[tuple[int, NodeState]], giver: int
 ) -> None:
+    assert giver_of(view_of(workers)) == giver
+
+
+def view_of(workers: list[tuple[int, NodeState]]) -> ClusterView:
     nodes = tuple(
         Node(NodeId(number), Incarnation(number), Role.WORKER, rank, "", state)
         for number, (rank, state) in enumerate(workers, 1)
     )
-    assert giver_of(ClusterView(1, "demo", 2, 1, nodes, (), ())) == giver
+    return ClusterView(1, "demo", 2, 1, nodes, (), ())
+
+
+class Member(TableClient):
+    """A worker whose steps and pulls end at once, and its view."""
+
+    def __init__(self, rank: int, *, is_late_joiner: bool = False) -> None:
+        super().__init__()
+        self.rank, self.is_late_joiner = rank, is_late_joiner
+        self.engine = self
+        self.view = view_of([(0, ALIVE), (1, ALIVE)])
+
+    def open_step(self, table: Table, clock: int, future: Future[Any]) -> None:
+        del table, clock
+        future.set_result(None)
+
+    def start(self, handle: TableHandle, raw: object, *, held: object) -> PullTicket[Any]:
+        ticket = self.start_blocks(handle, raw, HeldValues(), held)
+        ticket.future.set_result(None)
+        return ticket
+
+    def shares(self, module: nn.Module) -> BufferTable:
+        options = TrainingOptions.of(cast(Any, {"block_elements": 64}), BSP())
+        (layout,) = buffer_layouts("model", module)
+        return BufferTable(cast(Client, self), module, layout, options)
+
+    def gives(self, buffers: BufferTable, step_count: int) -> list[bool]:
+        """True for each of the next steps in which it gives its buffers."""
+        before = len(self.terms)
+        for _ in range(step_count):
+            buffers.push()
+            buffers.seal()
+            buffers.finish()
+        return [not terms.skip for terms in self.terms[before:]]
+
+
+def test_who_takes_over_gives_nothing_in_two_steps_which_the_one_before_may_have_sealed() -> None:
+    """Of which the second only if this one was left out of the first, as a backup worker."""
+    first, second = Member(0), Member(1)
+    assert first.gives(first.shares(Child(torch.zeros(2))), 2) == [True, True]
+    buffers = second.shares(Child(torch.zeros(2)))
+    assert second.gives(buffers, 2) == [False, False]
+    second.view = view_of([(0, GONE), (1, ALIVE)])
+    assert second.gives(buffers, 4) == [False, False, True, True]
+    late = Member(0, is_late_joiner=True)
+    buffers = late.shares(Child(torch.zeros(2)))
+    late.view = view_of([(0, GONE), (1, GONE), (0, ALIVE)])  # in its first step already
+    assert late.gives(buffers, 4) == [False, False, True, True]
+
+
+def test_who_gives_keeps_what_its_module_has_counted_since() -> None:
+    """With `Outer` and `overlap` the pull ends some inner steps after the push."""
+    member, module = Member(1), Child(torch.zeros(2))
+    buffers, mean = member.shares(module), module.get_buffer("mean")
+    member.view = view_of([(0, GONE), (1, ALIVE)])
+    for is_given in (False, False, True):
+        mean.fill_(1.0)
+        buffers.push()
+        buffers.seal()
+        mean.fill_(2.0)
+        buffers.finish()
+        assert mean.tolist() == [2.0 if is_given else 0.0] * 3
 
 
 # --- names of tables
