@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _NAMED_COUNT = 3
 
 LOOK_EVERY = 16
-"""The step in which every bit of a table that sleeps is compared: one in so many."""
+"""Clocks in whose first step every bit of a table that sleeps is compared."""
 
 REMEDIES = (
     "Do the same at every rank before the same step (with Outer: right after the same outer step): "
@@ -74,6 +74,8 @@ class PlannedEdits:
         self.edit_digest = b""
         self._loaded: LoadedState | None = None
         self._left: deque[str] = deque()
+        self._period = -1  # of the last look at tables that sleep
+        self._look_clock = -1  # the clock of that look, which a repeated call has, too
 
     def __bool__(self) -> bool:
         return bool(self._left)
@@ -83,8 +85,17 @@ class PlannedEdits:
         workers look at tables that sleep at the same clock, and again at those of planned edits.
         """
         planned = self.edited if self._left else ()
-        looks = [(table, (clock + 1) % LOOK_EVERY == 0 or table in planned) for table in tables]
-        return {table: edited for table, is_due in looks if (edited := table.edited(looks=is_due))}
+        is_due = not self._left and self._looks(clock)
+        each = [(table, table.edited(looks=is_due or table in planned)) for table in tables]
+        return {table: edited for table, edited in each if edited}
+
+    def _looks(self, clock: int) -> bool:
+        """True in the first step of a period of clocks: edits before it may have taken several."""
+        if self._period < 0:
+            self._period = clock // LOOK_EVERY  # as that of workers which took the step before
+        if (clock + 1) // LOOK_EVERY > self._period:
+            self._period, self._look_clock = (clock + 1) // LOOK_EVERY, clock
+        return clock == self._look_clock
 
     def plan(
         self, edited: Edited, loaded: LoadedState | None, problem: str, passed_count: int = 0

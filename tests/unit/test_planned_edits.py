@@ -158,14 +158,29 @@ def test_workers_look_at_tables_that_sleep_at_one_clock_of_the_model() -> None:
     _, asleep = awake_and_asleep()
     asleep.write_parameters()
     asleep.layout.placed[0].tensor.data.fill_(2.0)  # autograd does not hear of it
-    edits = PlannedEdits()
     for asked in (1, 3):
+        edits = PlannedEdits()
         found = [edits.found([asleep], clock) for clock in range(33) for _ in range(asked)]
         assert [place // asked for place, edited in enumerate(found) if edited] == sorted(
             [15, 31] * asked
         )
     edits.plan({asleep: [0]}, None, "")
     assert edits.found([asleep], 16) == {asleep: [0]}, "it was planned"
+
+
+def test_a_look_is_not_passed_over_where_steps_take_two_clocks() -> None:
+    """An edit takes a clock of its own, before that of the gradients."""
+    _, asleep = awake_and_asleep()
+    asleep.write_parameters()
+    asleep.layout.placed[0].tensor.data.fill_(2.0)
+    edits = PlannedEdits()
+    assert [clock for clock in range(0, 50, 2) if edits.found([asleep], clock)] == [16, 32, 48]
+    later = PlannedEdits()  # of a worker that has joined
+    assert [clock for clock in range(32, 50, 2) if later.found([asleep], clock)] == [48]
+    edits.plan({asleep: [0]}, None, "")
+    edits.found([asleep], 63)  # again, as a wait for the edit has expired: others do not ask
+    edits.forget()
+    assert edits.found([asleep], 64)
 
 
 def test_the_remedy_for_frozen_parameters_is_to_leave_them_out() -> None:
