@@ -26,7 +26,7 @@ from ps_worker.steps.inner_steps import InnerSteps
 from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.local_optimizer import OuterNeeds
 from ps_worker.training.module_buffers import BufferTable
-from ps_worker.training.planned_edits import names_of
+from ps_worker.training.planned_edits import FROZEN, PlannedEdits, is_of_frozen, names_of
 from ps_worker.training.tables.trained_table import TrainedTable
 
 _PULL = ""
@@ -92,7 +92,7 @@ def may_be_behind(shares: Sequence[Share]) -> bool:
 
 
 class CommonModel:
-    """The meetings of one model's workers; `tables` and `buffers` are the owner's lists."""
+    """The meetings of one model's workers; tables, buffers and edits are the owner's."""
 
     def __init__(
         self,
@@ -100,11 +100,13 @@ class CommonModel:
         name: str,
         tables: Sequence[TrainedTable],
         buffers: Sequence[BufferTable],
+        edits: PlannedEdits,
     ) -> None:
         self._client = client
         self._name = name
         self._tables = tables
         self._buffers = buffers
+        self._edits = edits
         self._left: deque[str] = deque()  # the barriers, and the pull, that have not ended
         self._is_due = False  # the workers have agreed on an outer step
         self._least_clock = 0  # from which on all take it
@@ -211,12 +213,15 @@ class CommonModel:
         each = [(table, table.edited(looks=True)) for table in self._tables]
         edited = {table: indexes for table, indexes in each if indexes}
         if edited:
-            remedy = "or take a step() first"
+            is_frozen = is_of_frozen(edited)
+            remedy = f"or take a step() {'under BSP ' if is_frozen else ''}first"
             if self.is_interrupted:
                 remedy = "and call synchronize() or step() again"
+            self._edits.look_next()  # as all workers do, before the same step
             raise EditRefused(
                 f"parameter {names_of(edited)} of '{self._name}' was changed since the last "
                 f"step, and synchronize would give it the servers' value. Undo the change, {remedy}"
+                + (f". {FROZEN}" if is_frozen else "")
             )
 
     def _pull_all(self) -> None:

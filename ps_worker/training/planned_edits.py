@@ -76,6 +76,7 @@ class PlannedEdits:
         self._left: deque[str] = deque()
         self._period = -1  # of the last look at tables that sleep
         self._look_clock = -1  # the clock of that look, which a repeated call has, too
+        self._is_look_next = False
 
     def __bool__(self) -> bool:
         return bool(self._left)
@@ -89,12 +90,19 @@ class PlannedEdits:
         each = [(table, table.edited(looks=is_due or table in planned)) for table in tables]
         return {table: edited for table, edited in each if edited}
 
+    def look_next(self) -> None:
+        """Look at all tables in the next step, also at those that sleep."""
+        self._is_look_next = True
+
     def _looks(self, clock: int) -> bool:
-        """True in the first step of a period of clocks: edits before it may have taken several."""
+        """True in the first step of a period of clocks (edits before it may have taken several),
+        and after `look_next`.
+        """
         if self._period < 0:
             self._period = clock // LOOK_EVERY  # as that of workers which took the step before
-        if (clock + 1) // LOOK_EVERY > self._period:
-            self._period, self._look_clock = (clock + 1) // LOOK_EVERY, clock
+        period = (clock + 1) // LOOK_EVERY
+        if period > self._period or self._is_look_next:
+            self._period, self._look_clock, self._is_look_next = period, clock, False
         return clock == self._look_clock
 
     def plan(
@@ -140,18 +148,26 @@ class PlannedEdits:
         self._left.clear()
 
 
+FROZEN = (
+    "It is frozen: where the script itself changes it (a momentum teacher), give the optimizer "
+    "only the parameters that it trains: [p for p in m.parameters() if p.requires_grad], module=m"
+)
+"""The advice if all changed parameters are frozen."""
+
+
+def is_of_frozen(edited: Edited) -> bool:
+    """True if all changed parameters are in tables that sleep."""
+    return all(table.is_asleep for table in edited)
+
+
 def edit_refused(edited: Edited, name: str, why: str) -> str:
     """The message about changed parameters that no step can take."""
     words = (
         f"parameter {names_of(edited)} of '{name}' was changed since the last step, {why}. "
         "Nothing was sent of this step, and the change stays until it is undone or taken. "
     )
-    if all(table.is_asleep for table in edited):
-        return words + (
-            "It is frozen: where the script itself changes it (a momentum teacher), give the "
-            "optimizer only the parameters that it trains: [p for p in m.parameters() if "
-            "p.requires_grad], module=m"
-        )
+    if is_of_frozen(edited):
+        return words + FROZEN
     return words + (
         "Change it under BSP: set_consistency('bsp') at every worker, the change, step(), and "
         "set_consistency() back; or before the optimizer is made. To clamp in every step, give the "

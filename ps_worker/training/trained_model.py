@@ -143,11 +143,11 @@ class TrainedModel:
         self._optimizer = optimizer
         self._sealed: _SealedStep | None = None
         self._untold = ""  # a step that was refused, in words, which no call has raised
-        self._common = CommonModel(client, options.name, self.tables, self.buffers)
+        self._edits = PlannedEdits()
+        self._common = CommonModel(client, options.name, self.tables, self.buffers, self._edits)
         self._round_count = 0  # the clocks beyond the script's steps
         self._is_hooked = False  # a hook of the present step's gradients was called
         self._given = (-1, b"")  # clock and digest of the state that `gave_state` noted
-        self._edits = PlannedEdits()
         self._groups: Groups = ()  # of the last `_step`
         self._join = ModelJoin(client, options.name, self.tables)
         self._times: StepTimes  # from `begin` on

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -153,7 +154,7 @@ def edit_frozen(client: ps.Client, name: str, how: str) -> tuple[Values, Values,
         client: the worker's.
         name: the optimizer's.
         how: "load": with all others; "apart": by rank 1 alone; "thaw": past autograd, and then they
-            are frozen no more.
+            are frozen no more; "meet": past autograd, and synchronize has refused it before.
     """
     model = seeded(Branched)
     model.first.requires_grad_(False)
@@ -168,12 +169,18 @@ def edit_frozen(client: ps.Client, name: str, how: str) -> tuple[Values, Values,
         if step == 2 and how == "thaw":
             fill(model)
             model.first.requires_grad_(True)
+        if step == 2 and how == "meet":
+            model.first.weight.data.fill_(0.25)
+            with pytest.raises(ps.EditRefused, match="or take a step"):
+                optimizer.synchronize()
         model(x).square().mean().backward()
         try:
             optimizer.step()
         except ps.EditRefused as error:
             refused = error.message
             break
+        if how == "meet":
+            optimizer.synchronize()
     served: Values = {}
     if not refused:
         served = {

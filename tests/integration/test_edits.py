@@ -237,7 +237,7 @@ def test_a_clamp_of_the_servers_leaves_the_scripts_nothing_to_do(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("how", ["load", "thaw"])
+@pytest.mark.parametrize("how", ["load", "thaw", "meet"])
 def test_frozen_parameters_are_taken_too(workers: Workers, how: str) -> None:
     """The servers have them: who joins, resumes or reads is given what was loaded."""
     for own, served, refused in workers.run(jobs.edit_frozen, name=f"frozen {how}", how=how):
@@ -246,6 +246,8 @@ def test_frozen_parameters_are_taken_too(workers: Workers, how: str) -> None:
     expected = seeded(Branched, seed=77) if how == "load" else None
     if expected is not None:
         assert torch.equal(own["first.weight"], values(expected)["first.weight"])
+    if how == "meet":
+        assert torch.all(own["first.weight"] == 0.25)
 
 
 @pytest.mark.thorough

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import cast
 
 import pytest
 
+from ps_core.errors import EditRefused
+from ps_worker.client.client import Client
+from ps_worker.spec.optimizers import SGD
 from ps_worker.training.common_model import (
+    CommonModel,
     Share,
     enough_for_all,
     least_clock_of_all,
@@ -14,6 +19,8 @@ from ps_worker.training.common_model import (
     outer_takers,
 )
 from ps_worker.training.local_optimizer import OuterNeeds
+from ps_worker.training.planned_edits import PlannedEdits
+from tests.unit.table_client import TableClient, parameter, trained_tables
 
 
 def shares_of(moved: tuple[bool, ...], *needs: OuterNeeds) -> list[Share]:
@@ -63,3 +70,29 @@ def test_who_took_no_part_in_the_last_step_with_backup_workers_passes_its_clock(
     assert may_be_behind(shares)
     assert least_clock_of_all(shares) == 6
     assert not may_be_behind(shares_of((False, False), on))
+
+
+def refused(edits: PlannedEdits, *, is_frozen: bool) -> str:
+    """The words of `synchronize` about a change that autograd does not see."""
+    changed, client = parameter(5.0), TableClient()
+    changed.requires_grad_(not is_frozen)
+    tables = trained_tables(SGD(lr=1.0), [changed], client=client)
+    for table in tables:
+        table.write_parameters()
+    changed.data.fill_(2.0)
+    common = CommonModel(cast(Client, client), "m", tables, [], edits)
+    assert edits.found(tables, 3) == ({} if is_frozen else {tables[0]: [0]})
+    with pytest.raises(EditRefused) as error:
+        common.meet(None, is_pulled=True, outer=None)
+    assert edits.found(tables, 3) == {tables[0]: [0]}, "the step that is the remedy takes it"
+    assert edits.found(tables, 3) == {tables[0]: [0]}, "also after a wait"
+    assert edits.found(tables, 4) == ({} if is_frozen else {tables[0]: [0]})
+    return error.value.message
+
+
+def test_a_change_of_frozen_parameters_that_synchronize_refuses_is_found_by_the_next_step() -> None:
+    words = refused(PlannedEdits(), is_frozen=True)
+    assert "Undo the change, or take a step() under BSP first. It is frozen: where" in words
+    assert "give the optimizer only the parameters that it trains" in words
+    words = refused(PlannedEdits(), is_frozen=False)
+    assert words.endswith("Undo the change, or take a step() first")
