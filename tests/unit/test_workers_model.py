@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from ps_core.errors import InvalidConfig, UpdateFailed
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
@@ -202,15 +204,34 @@ def test_a_lost_update_is_told_by_whoever_lost_it() -> None:
     assert copies[0].told != copies[1].told
 
 
+NAMED = "workers 0 and 1 disagree about clock 3 of table 'model': "
+
+
 def test_an_error_of_schedules_says_what_parts_them() -> None:
-    named = "workers 0 and 1 disagree about clock 3 of table 'model': "
-    rates = str(explained(InvalidConfig(f"{named}lr: 0.1 and 0.09")))
-    assert rates.startswith(f"{named}lr: 0.1 and 0.09; expected the same at every worker")
+    rates = str(explained(InvalidConfig(f"{NAMED}lr: 0.1 and 0.09")))
+    assert rates.startswith(f"{NAMED}lr: 0.1 and 0.09; expected the same at every worker")
     assert "If a schedule steps only where GradScaler did not skip, step it every time" in rates
     assert "last_epoch=optimizer.clock - 1" in rates
-    others = str(explained(InvalidConfig(f"{named}momentum: 0.1 and 0.09")))
+    others = str(explained(InvalidConfig(f"{NAMED}momentum: 0.1 and 0.09")))
     assert "expected the same at every worker" in others
     assert "GradScaler" not in others
     assert "last_epoch" not in others
     error = InvalidConfig("lr: is 5")
     assert explained(error) is error
+
+
+class Late(torch.optim.SGD):
+    """Made in a worker that joins others at their third step."""
+
+    clock = 3
+
+
+def test_the_remedy_for_a_schedule_that_began_anew_works_as_it_is_written() -> None:
+    words = str(explained(InvalidConfig(f"{NAMED}lr: 0.1 and 0.09")))
+    schedule, begins = re.findall(r"group\.setdefault\(.*?\]\)|LambdaLR\(.*? - 1\)", words)
+    optimizer = Late([parameter(1.0)], lr=0.5)
+    for group in optimizer.param_groups:
+        eval(begins, {"group": group})  # noqa: S307 - our own words
+    made = {"LambdaLR": LambdaLR, "optimizer": optimizer, "rate": lambda step: 0.5**step}
+    begun = eval(schedule, made)  # noqa: S307
+    assert begun.get_last_lr() == [0.5 * 0.5**3]

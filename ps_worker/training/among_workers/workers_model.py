@@ -47,7 +47,8 @@ SCHEDULES = (
 
 _LATE_SCHEDULES = (
     "In a worker that joins others a schedule begins at optimizer.clock: LambdaLR(optimizer, rate, "
-    "last_epoch=optimizer.clock - 1)"
+    "last_epoch=optimizer.clock - 1), after group.setdefault('initial_lr', group['lr']) for each "
+    "group of optimizer.param_groups (TRAINING.md)"
 )
 
 _MOST_NAME_BYTES = limits.MAX_HYPERPARAMETER_NAME_BYTES
