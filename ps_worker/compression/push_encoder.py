@@ -128,6 +128,11 @@ class PushEncoder:
         self._owed_of = 0  # `mean_of` of the newest step: others may have left since
         self._free: dict[int, list[Bytes]] = {}
 
+    @property
+    def may_refuse(self) -> bool:
+        """True if there are finite elements that it cannot hold."""
+        return self._codec is Codec.FP16 and not self._table.spec.allow_non_finite
+
     def encode(self, clock: int, pushed: BlockValues, *, is_final: bool = False) -> CodedPayload:
         """A block of the open step, encoded.
 
@@ -369,7 +374,7 @@ class PushEncoder:
     def _narrow(self, block: int, payload: memoryview, out: Bytes) -> None:
         casts = _casts()
         casts.convert(payload, self._native, out, self._codec)
-        if self._codec is Codec.FP16 and not self._table.spec.allow_non_finite:
+        if self.may_refuse:
             at = casts.first_overflow(payload, self._native, out)
             if at is not None:
                 raise InvalidTensor(

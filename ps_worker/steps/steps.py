@@ -243,11 +243,14 @@ class TableStep:
 
         Raises:
             InvalidConfig: the step has been sealed.
-            InvalidKeys, InvalidTensor: there is no such block, or it has another length.
+            InvalidKeys, InvalidTensor: there is no such block, or it has another length, or an
+                element that its codec cannot hold; then no block was sent of eager ones.
         """
         self._check_open()
         peer_versions, is_initial = self._steps.peer_versions, self.clock == 0
         encoder = self._encoder
+        # What servers have applied cannot be pushed again, with the rest of a batch.
+        is_whole = eager is not None and encoder is not None and encoder.may_refuse
         codec = None
         bodies = []
         for each in blocks:
@@ -258,7 +261,7 @@ class TableStep:
                 payload = coded.data
             seen = peer_versions.get(block)
             bodies.append(PushBody(block, payload, presence, eager, seen, is_initial, codec))
-            if codec is not None and len(bodies) >= _ENCODED_COUNT:
+            if codec is not None and len(bodies) >= _ENCODED_COUNT and not is_whole:
                 self._sink.submit(self.table, self.clock, bodies)
                 bodies = []
         if bodies:

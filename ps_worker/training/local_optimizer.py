@@ -17,6 +17,7 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidConfig
 from ps_core.keys import TableId
 from ps_core.tables.table import Table
+from ps_worker.compression.push_encoder import BEYOND_HALF
 from ps_worker.spec.flat_layout import table_layouts
 from ps_worker.spec.optimizers import NAMESAKES, Add, Aggregate, Outer, ServerOptimizer
 from ps_worker.spec.training_options import TrainingOptions
@@ -109,10 +110,17 @@ def check_waits_for_all(outer: Outer | None, options: TrainingOptions) -> None:
         )
 
 
-def skipped_step(problem: str) -> str:
+def skipped_step(problem: str, options: TrainingOptions) -> str:
     """Words for a step that was skipped because of a gradient; empty without a problem."""
     if not problem:
         return ""
+    if options.applies_on_arrival:
+        return (
+            f"{problem}. Blocks that had left before were applied (mode='eager'), the step's others "
+            "were not"
+        )
+    if BEYOND_HALF in problem:  # else an infinity would be applied
+        return f"{problem}. The step was skipped on every server"
     return (
         f"{problem}; expected finite values. The step was skipped on every server "
         "(allow_non_finite=True would apply it)"

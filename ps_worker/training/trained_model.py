@@ -724,7 +724,7 @@ class TrainedModel:
                 self._ended_edit(sealed)
             else:
                 self._times.ended()
-                self._untold = skipped_step(sealed.problem) or self._untold
+                self._untold = skipped_step(sealed.problem, self.options) or self._untold
         self._end_refused(sealed)
         if not sealed.is_edit:
             self.group.renewed()

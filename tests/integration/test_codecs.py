@@ -256,6 +256,36 @@ def test_a_gradient_that_fp16_cannot_hold_skips_the_step_and_the_others_go_on(
         assert torch.equal(values, too_large[1])
 
 
+def test_of_an_eager_step_that_fp16_cannot_hold_what_has_left_counts(
+    pairs: dict[str, list[ps.Client]],
+) -> None:
+    """Not the rest, and none of it twice: the step ends, and the next one goes on."""
+    one, other = torch.nn.Parameter(torch.zeros(64)), torch.nn.Parameter(torch.zeros(512))
+    trained = ps.DistributedOptimizer(
+        pairs["shm"][0],
+        [("one", one), ("other", other)],
+        ps.SGD(lr=1.0),
+        name=f"model {next(_numbers)}",
+        consistency="asp",
+        mode="eager",
+        push_codec="fp16",
+        block_elements=64,
+    )
+    for last in (1e5, 1.0):
+        trained.zero_grad()
+        factors = torch.ones(512)
+        factors[-1] = last
+        (one.sum() + (other * factors).sum()).backward()
+        if last > 1.0:
+            with pytest.raises(ps.InvalidTensor, match="Blocks that had left before were applied"):
+                trained.step()
+            assert not other.detach().any()
+        else:
+            trained.step()
+    assert torch.all(one == -2.0)
+    assert torch.all(other == -1.0)
+
+
 def test_tensors_that_are_left_out_are_as_without_a_codec(
     pairs: dict[str, list[ps.Client]],
 ) -> None:

@@ -14,7 +14,10 @@ from ps_core.change import TableChange
 from ps_core.errors import InvalidConfig
 from ps_core.keys import TableId
 from ps_core.tables.table import Table
+from ps_worker.compression.push_encoder import BEYOND_HALF
 from ps_worker.spec.optimizers import ServerOptimizer
+from ps_worker.spec.settings import ASP, BSP
+from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.steps import TableHandle
 from ps_worker.training.local_optimizer import (
     SettingsByClock,
@@ -23,6 +26,7 @@ from ps_worker.training.local_optimizer import (
     inner_optimizer,
     local_state,
     outer_of,
+    skipped_step,
 )
 from tests.unit.saving_worker import A, B, Worker
 
@@ -194,3 +198,18 @@ def test_groups_that_no_step_is_taken_with_are_refused() -> None:
     for other in ([], [{**groups[0]}], [*groups, {"params": []}]):
         with pytest.raises(InvalidConfig, match="of 'model' are other groups than those of the"):
             check_shared(other, groups, "model")
+
+
+def test_a_step_that_a_codec_cannot_hold_is_not_told_to_allow_infinities() -> None:
+    """They would be applied. Of an eager step some blocks are already."""
+    bsp = TrainingOptions.of({}, BSP())
+    asp = TrainingOptions.of({"mode": "eager"}, ASP())
+    infinite = skipped_step("it has a NaN", bsp)
+    assert infinite.startswith("it has a NaN; expected finite values. The step was skipped on")
+    assert "allow_non_finite=True" in infinite
+    beyond = f"it is {BEYOND_HALF}"
+    sealed = skipped_step(beyond, bsp)
+    assert sealed == f"{beyond}. The step was skipped on every server"
+    eager = skipped_step(beyond, asp)
+    assert eager.startswith(f"{beyond}. Blocks that had left before were applied")
+    assert skipped_step("", asp) == ""

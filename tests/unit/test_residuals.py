@@ -386,11 +386,32 @@ def test_what_fp16_cannot_hold_is_refused_with_the_remedy() -> None:
     encoder.encode(1, BlockValues(0, gradient.data.cast("B")))  # the servers refuse it
 
 
+@pytest.mark.parametrize("eager", [(("lr", 0.1),), None], ids=["eager", "sealed"])
+def test_of_an_eager_batch_that_fp16_cannot_hold_nothing_is_sent(eager: Any) -> None:
+    """What servers have applied cannot be pushed again, as the caller does with the whole batch."""
+    sink, gradient = _Sink(), np.zeros(COUNT, np.float32)
+    steps = TableSteps(table(), sink, encoder=PushEncoder(table(), PushCodec(Codec.FP16), 0))
+    gradient[part(2)] = 1e5
+    batch = [BlockValues(block, gradient[part(block)].data.cast("B")) for block in range(3)]
+    with pytest.raises(InvalidTensor, match="element 0 in block 2"):
+        steps.open_step().push_blocks(batch, eager=eager)
+    assert sink.submitted == ([] if eager else [0, 1])
+    steps.open_step().push_blocks(batch[:2], eager=eager)
+    assert sink.submitted[-2:] == [0, 1]
+
+
 class _Sink:
-    """Takes steps, and sends nothing."""
+    """Takes steps, and sends nothing; keeps the numbers of blocks."""
+
+    def __init__(self) -> None:
+        self.submitted: list[int] = []
 
     def open_step(self, table: Table, clock: int, future: Future[StepResult]) -> None: ...
-    def submit(self, table: Table, clock: int, bodies: Sequence[PushBody]) -> None: ...
+
+    def submit(self, table: Table, clock: int, bodies: Sequence[PushBody]) -> None:
+        del table, clock
+        self.submitted += [body.block for body in bodies]
+
     def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None: ...
     def together(self, steps: Sequence[tuple[Table, int]]) -> None: ...
     def seal(self, table: Table, clock: int, terms: StepTerms) -> None: ...

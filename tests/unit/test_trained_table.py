@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import nn
 
+from ps_core.codecs.choices import PushCodec
 from ps_core.errors import GradientChangedAfterPush
 from ps_core.keys import AssignmentEpoch, TableId
-from ps_core.tables.elements import pack_presence
+from ps_core.tables.elements import Codec, pack_presence
 from ps_core.tables.optimizers import VALUES_ARRAY, OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
 from ps_worker.client.client import Client
+from ps_worker.compression.table_codecs import TableCodecs
 from ps_worker.spec.flat_layout import dtype_of, layout_of
 from ps_worker.spec.optimizers import SGD, Aggregate, Outer, ServerOptimizer
 from ps_worker.spec.settings import ASP, tensors_of
@@ -225,6 +227,19 @@ def test_a_sealed_step_sends_no_hyperparameters_with_its_blocks() -> None:
     table.hooked(0, NUMBERS)
     assert [body.eager for body in client.submitted] == [None]
     table.check_final((("lr", 2.0),))
+
+
+# --- what a codec cannot hold
+
+
+def test_a_sparse_gradient_is_left_to_the_staging_which_refuses_it() -> None:
+    tensors = [parameter(1.0, 2.0), parameter(3.0)]
+    (table,) = trained_tables(SGD(lr=1.0), tensors)
+    table.handle.codecs = TableCodecs(PushCodec(Codec.FP16))
+    tensors[0].grad = torch.tensor([1e5, 0.0]).to_sparse()
+    assert table.beyond_codec() == ""
+    tensors[1].grad = torch.tensor([1e5])
+    assert "is beyond what push_codec fp16 can hold" in table.beyond_codec()
 
 
 # --- what is held of the pulled values

@@ -409,7 +409,9 @@ class TrainedTable:
         """Words for a finite gradient that its codec cannot hold; empty without one."""
         gradients = ((e.name, e.tensor.grad) for e in self.layout.placed if self.pushes_half)
         for name, gradient in gradients:
-            if gradient is not None and not is_finite(gradient.detach().half()):
+            if gradient is None or gradient.layout is not torch.strided:
+                continue
+            if not is_finite(gradient.detach().half()):
                 return f"the gradient of '{name}' is {BEYOND_HALF}"
         return ""
 
