@@ -116,8 +116,8 @@ def skipped_step(problem: str, options: TrainingOptions) -> str:
         return ""
     if options.applies_on_arrival:
         return (
-            f"{problem}. Blocks that had left before were applied (mode='eager'), the step's others "
-            "were not"
+            f"{problem}. Blocks that had left before were applied (mode='eager'), the others of "
+            "the step were not"
         )
     if BEYOND_HALF in problem:  # else an infinity would be applied
         return f"{problem}. The step was skipped on every server"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, TypeVar
@@ -53,7 +54,7 @@ def amp_scale_of(optimizer: torch.optim.Optimizer, rows: str = "") -> StepScale:
 
     Raises:
         InvalidConfig: `GradScaler.unscale_` was called, which leaves rows scaled; or it has found
-            no gradient, and could not look for overflows.
+            no gradient, and could not look for overflows; or its scale has no finite inverse.
     """
     found_inf: torch.Tensor | int | None = getattr(optimizer, "found_inf", None)
     grad_scale: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
@@ -69,10 +70,16 @@ def amp_scale_of(optimizer: torch.optim.Optimizer, rows: str = "") -> StepScale:
             f"GradScaler.unscale_ was called, which does not reach rows of '{rows}': remove the "
             "call, and clip by the optimizer's clip_norm= in place of clip_grad_norm_"
         )
-    if grad_scale is None:
+    if grad_scale is None or skip:
         return StepScale(skip=skip)
     # The inverse as GradScaler.unscale_ computes it, so that the products have the same bits.
-    return StepScale(float(grad_scale.double().reciprocal().float()), skip)
+    inverse = float(grad_scale.double().reciprocal().float())
+    if not math.isfinite(inverse):
+        raise InvalidConfig(
+            f"GradScaler's scale is {float(grad_scale):g}, whose inverse is not finite; expected a "
+            "new scaler: each skipped step has lowered this one"
+        )
+    return StepScale(inverse)
 
 
 def forgets_scale(
