@@ -158,7 +158,7 @@ def _show(failure: BaseException, script: Path) -> int:
 
 
 def _loss_behind(failure: BaseException) -> PushpullError | None:
-    """The loss of a worker that torch's error stands for; None unless the script has peers."""
+    """The error that torch's stands for; None unless the script has peers that were lost."""
     peers = sys.modules.get("ps_worker.training.among_workers.peers")  # which imports torch
     found: PushpullError | None = None if peers is None else peers.loss_behind(failure)
     return found

@@ -128,6 +128,30 @@ def test_a_restore_beside_a_step_leaves_no_call_of_the_workers_behind(tmp_path: 
         assert isinstance(values[0], list)
 
 
+def test_a_worker_in_a_step_hears_of_a_restore_whose_worker_makes_its_optimizer_at_once(
+    tmp_path: Path,
+) -> None:
+    with (
+        ps.local_cluster(1, WORKERS, checkpoint_url=str(tmp_path)) as cluster,
+        workers(cluster.address, None) as found,
+    ):
+        assert all_do(found, "make") == ["made"] * WORKERS
+        all_do(found, "step")
+        [url, _] = all_do(found, "checkpoint")
+        found[1].pipe.send("step")
+        assert found[1].hear() == "begins"
+        found[0].pipe.send(url)
+        found[0].pipe.send("make")
+        assert found[0].hear() == "restored"
+        kind, said = found[1].hear()
+        assert kind == "Fenced"
+        assert "restored from a checkpoint" in said
+        found[1].pipe.send(url)
+        assert found[1].hear() == "restored"
+        found[1].pipe.send("make")
+        assert [worker.hear() for worker in found] == ["made"] * WORKERS
+
+
 def test_a_group_that_the_script_made_is_refused_after_a_restore(tmp_path: Path) -> None:
     with (
         ps.local_cluster(1, WORKERS, checkpoint_url=str(tmp_path / "c")) as cluster,

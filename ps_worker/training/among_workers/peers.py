@@ -157,10 +157,18 @@ class Peers:
     def _failed(self, failure: RuntimeError) -> PushpullError:
         """The error of a call that torch has ended, which does not say whose fault it was."""
         said = str(failure).partition("\n")[0].partition(" This is typically")[0]
-        lost = _words_of(self._told_lost()) or "a worker has ended, or its connection has"
+        try:
+            lost = _words_of(self._told_lost()) or "a worker has ended, or its connection has"
+        except PushpullError as error:  # another has restored, and its new group ends this one
+            return error
         return WorkerLost(f"{lost} ({said}). {REMEDY}")
 
     def _told_lost(self) -> list[Node]:
+        """The workers that have ended since, as the cluster tells within a second.
+
+        Raises:
+            Fenced: this worker's session has ended, as after a restore in place.
+        """
         link = self._connection.engine.scheduler
         telling = link.view_where(
             lambda view: bool(self._lost(view)), "the end of a worker", _NAMED_WITHIN_S
@@ -168,6 +176,8 @@ class Peers:
         try:
             return self._lost(self._connection.asked(telling, _NAMED_WITHIN_S))
         except PushpullError:
+            if link.fenced_by is not None:
+                raise link.fenced_by from None
             return []
 
 
@@ -176,7 +186,8 @@ _trained_by_torch: weakref.WeakSet[Peers] = weakref.WeakSet()
 
 
 def loss_behind(failure: BaseException) -> PushpullError | None:
-    """The loss of a worker, if that made a call inside torch fail; else None.
+    """The loss of a worker, or the restore in place, that made a call inside torch fail; None if
+    neither did.
 
     Blocking: for a second, in which the cluster may hear of it.
     """
