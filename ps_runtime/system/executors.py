@@ -1,4 +1,5 @@
-"""Work for other threads, which the caller does itself where none takes work any more.
+"""Work for other threads, which the caller does itself where none takes work any more; threads that
+keep no process from ending.
 
 At the end of the interpreter, before the functions of `atexit`, Python ends all executors for good.
 Clients that leave there still read views, copy values and write their state. An executor also
@@ -9,11 +10,14 @@ it has may take it all the same. So either the thread or the caller does the wor
 from __future__ import annotations
 
 import asyncio
+import queue
+import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Executor, Future
-from typing import Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 ResultT = TypeVar("ResultT")
+ArgumentsP = ParamSpec("ArgumentsP")
 
 
 class _Once(Generic[ResultT]):
@@ -54,3 +58,72 @@ async def in_thread(work: Callable[[], ResultT]) -> ResultT:
             return work()
         working = asyncio.wrap_future(once.result)
     return await working
+
+
+class DaemonThreads(Executor):
+    """Threads whose work may wait for ever, and keeps no process from ending. Those of
+    `ThreadPoolExecutor` are waited for by the interpreter.
+
+    Args:
+        begin: called in each thread before its first work.
+
+    Attributes:
+        ended: done once the threads were shut down and have done all their work.
+    """
+
+    def __init__(self, count: int, name: str, begin: Callable[[], None]) -> None:
+        self.ended: Future[None] = Future()
+        self._begin, self._count = begin, count
+        self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_shut = False
+        for number in range(count):
+            threading.Thread(target=self._run, name=f"{name}_{number}", daemon=True).start()
+
+    def submit(
+        self,
+        work: Callable[ArgumentsP, ResultT],
+        /,
+        *args: ArgumentsP.args,
+        **told: ArgumentsP.kwargs,
+    ) -> Future[ResultT]:
+        """Let a thread do the work, after all that came before; RuntimeError after `shutdown`."""
+        future: Future[ResultT] = Future()
+
+        def do() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                made = work(*args, **told)
+            except BaseException as failure:  # noqa: BLE001 - the future raises it
+                future.set_exception(failure)
+            else:
+                future.set_result(made)
+
+        with self._lock:
+            if self._is_shut:
+                raise RuntimeError("these threads were shut down")
+            self._works.put(do)
+        return future
+
+    def shutdown(self, wait: bool = True, **options: Any) -> None:
+        """Take no more work. Blocking with `wait`: until all is done. Idempotent."""
+        del options
+        with self._lock:
+            if not self._is_shut:
+                self._is_shut = True
+                for _ in range(self._count):
+                    self._works.put(None)
+        if wait:
+            self.ended.result()
+
+    def _run(self) -> None:
+        self._begin()
+        while (work := self._works.get()) is not None:
+            work()
+            del work  # and what it holds, while this thread waits for the next one
+        with self._lock:
+            self._count -= 1
+            is_last = not self._count
+        if is_last:
+            self.ended.set_result(None)

@@ -9,7 +9,8 @@ Rules:
     - Everything but the files belongs to the loop that owns the values. Threads write, from copies.
     - A range whose copies would not fit in memory is held at its cut until they do (`CopyQuota`):
       its steps wait, and the cause of the wait is told.
-    - The part fails if its store takes nothing for a while when training waits for it.
+    - The part fails if its store takes nothing for a while when training waits for it. A server
+      that ends waits for a store that does not answer no longer than that.
     - While updates come, blocks are written at a bounded rate, which leaves the processor to
       training. The writing threads give way to others.
     - Copies lie in memory of their own (`copy_memory`), which is touched when the checkpoint is
@@ -22,7 +23,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,7 @@ from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable, WrittenP
 from ps_runtime.observe import logs
 from ps_runtime.system.background import give_way
 from ps_runtime.system.disk import DISK, Disk
+from ps_runtime.system.executors import DaemonThreads
 from ps_runtime.system.waiting import driven
 from ps_server.checkpoint.copy_memory import CopyMemory, MemorySpan
 from ps_server.checkpoint.unchanged_blocks import (
@@ -206,7 +208,7 @@ class _CheckpointPart:
         self._report = report
         self._rate_bytes_s, self._copies, self._disk, self._stall_s = means
         self._loop = asyncio.get_running_loop()
-        self._threads = ThreadPoolExecutor(_THREAD_COUNT, "checkpoint", give_way)
+        self._threads = DaemonThreads(_THREAD_COUNT, "checkpoint", give_way)
         self._snapshots = RangeSnapshots(self._about_to_change)
         self._memory = written
         self._base = written.base(checkpoint.base)
@@ -324,9 +326,12 @@ class _CheckpointPart:
         """Let a thread do the work, and then give back what was copied for it."""
         self._writing_count += 1
         writing = self._threads.submit(work, *told)
-        writing.add_done_callback(
-            lambda done: self._loop.call_soon_threadsafe(self._written, done, copied)
-        )
+
+        def tell(done: Future[Any]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._written, done, copied)
+
+        writing.add_done_callback(tell)
         return writing
 
     def _refer(self, blocks: dict[BlockKey, WrittenBlock]) -> None:
@@ -486,12 +491,19 @@ class _CheckpointPart:
         self._wake.set()
 
     async def ended(self) -> None:
-        """Stop, and wait until no thread works any more; a file that is not finished is removed."""
+        """Stop, and wait until no thread works any more, at most for the stall time; a file that
+        is not finished is removed.
+        """
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError, PushpullError):
             await self._task
-        await asyncio.to_thread(self._threads.shutdown)
-        await asyncio.to_thread(self._abort)
+        with contextlib.suppress(RuntimeError):  # they were shut down, as at the end of the part
+            self._threads.submit(self._abort)
+        self._threads.shutdown(wait=False)
+        ended = asyncio.wrap_future(self._threads.ended)
+        if not (await asyncio.wait((ended,), timeout=self._stall_s))[0]:
+            reason = f"{self._url} does not answer for {self._stall_s:g} s"
+            logs.warning("checkpoint_part_left", number=self.number, reason=reason)
 
     def _release(self) -> None:
         self._is_over = True

@@ -443,6 +443,29 @@ def test_a_server_that_ends_leaves_no_half_part(tmp_path: Path, *, is_cut: bool)
     run(tmp_path, drive)
 
 
+def test_a_server_ends_though_its_store_does_not_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither its loop nor the interpreter waits for a thread that writes."""
+    disk = SlowDisk()
+
+    async def drive(server: Server) -> None:
+        before = set(threading.enumerate())
+        server.begin_parts(0, disk, 0.05)
+        server.propose()
+        async with asyncio.timeout(5.0):
+            await server.parts.close()
+        writing = set(threading.enumerate()) - before
+        assert writing
+        assert all(thread.daemon for thread in writing)
+
+    try:
+        run(tmp_path, drive)
+    finally:
+        disk.go_on.set()
+    assert "event=checkpoint_part_left number=1" in caplog.text
+
+
 def left_in(place: Path) -> list[str]:
     """Files that are there, or that this process has open."""
     return [str(each) for each in place.rglob("*.*")] + [

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from ps_runtime.system.executors import in_thread, submitted
+from ps_runtime.system.executors import DaemonThreads, in_thread, submitted
 
 NO_STACK_BYTES = 2**46
 """A stack that no system gives: every further thread is refused, as at a limit of processes."""
@@ -105,3 +105,24 @@ def test_an_error_is_the_works() -> None:
         assert working is not None
         with pytest.raises(ValueError, match="it failed"):
             working.result()
+
+
+def test_daemon_threads_do_all_that_came_before_their_end_and_nothing_after() -> None:
+    begun: list[str] = []
+    threads = DaemonThreads(2, "worker", lambda: begun.append(threading.current_thread().name))
+    free = threading.Event()
+    works = [threads.submit(free.wait) for _ in range(2)]
+    queued = threads.submit(pow, 2, 10)
+    dropped = threads.submit(pow, 2, 11)
+    assert dropped.cancel()
+    failed = threads.submit(int, "none")
+    threads.shutdown(wait=False)
+    with pytest.raises(RuntimeError, match="shut down"):
+        threads.submit(pow, 2, 12)
+    assert not threads.ended.done()
+    free.set()
+    threads.shutdown()
+    assert threads.ended.done()
+    assert sorted(begun) == ["worker_0", "worker_1"]
+    assert [*(work.result() for work in works), queued.result()] == [True, True, 1024]
+    assert isinstance(failed.exception(), ValueError)
