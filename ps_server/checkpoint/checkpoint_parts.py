@@ -127,15 +127,17 @@ class CheckpointParts:
         """
         node_id = self._node.session.node_id
         own = [each.range_id for each in view.ranges if each.primary == node_id]
-        planned = []
+        planned, with_means = [], self._with_means()
         for table in view.tables:
             if not table.run:
                 by_range = table.blocks_by_range(len(view.ranges))
                 blocks: list[Sequence[int]] = [by_range[at] for at in own if at in by_range]
-                planned.append(_Planned(table, (VALUES, *self._state_names(table)), blocks))
+                has_means = table.consistency.adaptive or table.table_id in with_means
+                names = self._state_names(table, has_means=has_means)
+                planned.append(_Planned(table, (VALUES, *names), blocks))
         return [each for each in planned if each.blocks]
 
-    def _state_names(self, table: Table) -> tuple[str, ...]:
+    def _state_names(self, table: Table, *, has_means: bool) -> tuple[str, ...]:
         optimizer = table.spec.optimizer
         if table.spec.rows is not None:
             return tuple(row_tensor_dtypes(table.spec, table.spec.rows))
@@ -144,17 +146,18 @@ class CheckpointParts:
             names = tuple(map(tensor_of, slots))
         else:
             names = _STATE_NAMES.get(optimizer.kind, ())
-        return (*names, DELAY_MEAN_SQUARE) if self._may_have_means(table) else names
+        return (*names, DELAY_MEAN_SQUARE) if has_means else names
 
-    def _may_have_means(self, table: Table) -> bool:
-        """True if blocks of the table may have the state of adaptive delay compensation: they keep
-        it under each later setting.
+    def _with_means(self) -> set[TableId]:
+        """Tables with a block that has the state of adaptive delay compensation, which it keeps
+        under each later setting. Looks at each block.
         """
         stores = self._node.shards.stores.items()
-        return table.consistency.adaptive or any(
-            table_id == table.table_id and isinstance(store, ShardStore) and store.has_means
+        return {
+            table_id
             for (table_id, _), store in stores
-        )
+            if isinstance(store, ShardStore) and store.has_means
+        }
 
     def _answered(self, effect: AnswerPull | RefusePull) -> None:
         if self._part is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
@@ -507,6 +508,43 @@ def test_a_part_has_the_state_of_adaptive_compensation(tmp_path: Path, later: st
         await server.parts.close()
 
     asyncio.run(driven())
+
+
+def test_a_plan_looks_at_each_store_once(tmp_path: Path) -> None:
+    """It is made in one turn of the loop, for thousands of tables, too."""
+    calls_of: dict[int, int] = {}
+
+    def drive_with(count: int) -> Callable[[Server], Awaitable[None]]:
+        async def drive(server: Server) -> None:
+            spec = server.spec_of(1)
+            server.others = tuple(
+                Table(TableId(number), 0, replace(spec, name=f"other-{number}").validated())
+                for number in range(2, 2 + count)
+            )
+            server.see(None)
+            calls_of[count] = calls_within(server.propose)
+
+        return drive
+
+    for count in (50, 200):
+        run(tmp_path / str(count), drive_with(count))
+    assert calls_of[200] < 6 * calls_of[50]
+
+
+def calls_within(work: Callable[[], None]) -> int:
+    """The calls of Python's functions in which a thread does the work."""
+    count = 0
+
+    def noted(_frame: object, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(noted)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 def test_a_table_that_fails_before_its_cut_fails_the_part(tmp_path: Path) -> None:
