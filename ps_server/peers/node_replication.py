@@ -139,6 +139,8 @@ class ReplicatedRanges:
             self.output.forget(set(lost))
         if removed:
             self.output.forget_tables(removed)
+            if self.update_log is not None:
+                self._encoded_log.forget_tables(removed)
             yield from self._shards.removing_tables(removed)
         self._view = view
         self._view_came.set()

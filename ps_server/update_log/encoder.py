@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ps_core.keys import RangeId, TableId
 from ps_core.sliced_work import Work
@@ -35,13 +35,21 @@ class EncodedLog:
         self._tables: set[TableId] = set()
 
     def observe_tables(self, tables: Mapping[TableId, Table]) -> None:
-        """Write new tables before anything of them; forget removed ones."""
-        for table_id in self._tables - tables.keys():
-            self._log.forget_table(table_id)
+        """Write new tables before anything of them."""
         for table_id, table in tables.items():
             if table_id not in self._tables:
                 self._log.add_table(table_id, wire.table_to_proto(table).SerializeToString())
         self._tables = set(tables)
+
+    def forget_tables(self, removed: Collection[TableId]) -> None:
+        """Forget removed tables, whose stores are still here."""
+        counts = dict.fromkeys(self._tables.intersection(removed), 0)
+        for (table_id, _), store in self._shards.stores.items():
+            if table_id in counts:
+                counts[table_id] += store.state_bytes
+        for table_id, state_bytes in counts.items():
+            self._log.forget_table(table_id, state_bytes)
+        self._tables -= counts.keys()
 
     @property
     def is_busy(self) -> bool:

@@ -12,8 +12,9 @@ Rules:
       pause would grow for ever.
     - Segments with ranges that the server may not go on with are kept, beside the bound. When each
       of these ranges has ended, or begins anew in a later segment, they are segments like others.
-    - When a table is removed another segment begins as soon as no range lags, however little the
-      newest has: a server that is started again makes room for each table that it reads of.
+    - When tables were removed that had a quarter of what remains, or more, another segment begins
+      as soon as no range lags, however little the newest has: a server that is started again makes
+      room for each table that it reads of.
     - Frames are written in the order in which they are appended, so a count says which are written.
 
 Invariants:
@@ -30,6 +31,8 @@ from ps_core.keys import RangeId
 from ps_server.update_log.format import FrameKind
 
 _SEGMENTS_A_BOUND = 4
+_REMAINS_A_REMOVED = 4
+"""A snapshot of what remains is written for so much that was removed, at most."""
 
 
 class LogSegments:
@@ -59,7 +62,7 @@ class LogSegments:
         # Beginnings that are not written yet: range, segment; None if the range has ended since.
         self._on_its_way: deque[tuple[RangeId, int] | None] = deque()
         self._update_bytes = self._snapshot_bytes = 0  # in the newest segment
-        self._names_removed = False  # the newest segment does
+        self._removed_bytes = 0  # of removed tables that the newest segment names
 
     @property
     def newest(self) -> int:
@@ -92,12 +95,12 @@ class LogSegments:
         number = self.newest + 1
         self._sizes[number] = byte_count
         self._update_bytes = self._snapshot_bytes = 0
-        self._names_removed = False
+        self._removed_bytes = 0
         return number
 
-    def forget_table(self) -> None:
-        """A table was removed that the newest segment names."""
-        self._names_removed = True
+    def forget_table(self, state_bytes: int) -> None:
+        """A table of so many bytes was removed that the newest segment names."""
+        self._removed_bytes += state_bytes
 
     def append(self, kind: FrameKind, range_id: RangeId, byte_count: int) -> None:
         self._sizes[self.newest] += byte_count
@@ -138,7 +141,8 @@ class LogSegments:
         if self.lagging or self._coming:
             return False
         enough_bytes = max(self._bound_bytes // _SEGMENTS_A_BOUND, state_bytes)
-        return self._names_removed or self._update_bytes >= enough_bytes
+        has_removed = self._removed_bytes * _REMAINS_A_REMOVED >= max(state_bytes, 1)
+        return has_removed or self._update_bytes >= enough_bytes
 
     def let_go(self) -> list[int]:
         """Forget the segments above the bound that no range needs (SEG-1), and return them."""

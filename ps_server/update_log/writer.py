@@ -175,9 +175,10 @@ class UpdateLog:
         self._tables[table_id] = raw
         self.append(LogItem(FrameKind.TABLE, ((raw,),)))
 
-    def forget_table(self, table_id: TableId) -> None:
+    def forget_table(self, table_id: TableId, state_bytes: int) -> None:
+        """Write a removed table, which had so many bytes here, to no later segment."""
         del self._tables[table_id]
-        self.segments.forget_table()
+        self.segments.forget_table(state_bytes)
 
     def turn(self, state_bytes: int) -> None:
         """Begin another segment if this one `is_full`, and remove those that no range needs."""

@@ -113,6 +113,21 @@ def test_a_base_that_is_written_after_its_range_ended_begins_nothing() -> None:
     assert segments.let_go() == []
 
 
+def test_a_segment_begins_for_removed_tables_that_had_a_quarter_of_what_remains() -> None:
+    segments = LogSegments(BOUND_BYTES, {}, {})
+    segments.begin(1)
+    segments.forget_table(15)
+    assert not segments.is_full(100)
+    segments.forget_table(10)
+    assert segments.is_full(100)
+    segments.begin(1)
+    assert not segments.is_full(100), "the newest segment names none"
+    segments.forget_table(0)
+    assert not segments.is_full(0)
+    segments.forget_table(1)
+    assert segments.is_full(0)
+
+
 @given(
     st.lists(st.integers(1, BOUND_BYTES), max_size=2),
     st.sets(st.integers(0, RANGES - 1), max_size=2),

@@ -21,6 +21,7 @@ from ps_core.errors import InvalidUpdateLog, Recovering
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
 from ps_core.tables.elements import Initializer, InitializerKind
 from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_runtime.cluster import wire
 from ps_runtime.system.disk import Disk
 from ps_server.lane.lane_socket import SharedLanes
@@ -186,6 +187,30 @@ def test_a_segment_begins_that_names_no_removed_table(tmp_path: Path) -> None:
         assert recovered(tmp_path).values == expected
 
     ran(scene)
+
+
+def test_a_small_run_that_is_removed_begins_no_segment(tmp_path: Path) -> None:
+    """Each would have snapshots of all that the server has."""
+
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting())
+        tables = (server.table, replace(of_another_run(server), spec=a_small_spec(server)))
+        server.node.observe(replace(server.view, view_number=2, tables=tables))
+        await server.push(1)
+        server.node.observe(replace(server.view, view_number=3, next_table_id=3))
+        for _ in range(RANGES + 1):
+            server.node.tick()
+            await server.written()
+        assert server.log.segments.newest == 1
+        assert {table_id for table_id, _ in server.node.shards.stores} == {MODEL}
+        await server.end()
+
+    ran(scene)
+
+
+def a_small_spec(server: LoggedServer) -> TableSpec:
+    """Of a table with one block of a few values."""
+    return replace(server.table.spec, name="small", element_count=4)
 
 
 async def pushed_until_the_first_segment_goes(server: LoggedServer) -> None:
