@@ -367,14 +367,15 @@ class Checkpointing:
                 return
         self._unknown = None
         problem = "" if is_complete else "its manifest was not written; " + STARTED_AGAIN
-        made = None
-        if is_complete:
-            made = await asyncio.to_thread(_found, directory)
+        made = await asyncio.to_thread(_found, directory) if is_complete else None
+        if is_complete and not self._is_over:
             self._metrics.checkpoints.labels(result="complete").inc()
         if made is not None and not self._is_over:
             made = self._counted(made)
             self._schedule.made(made.clock, self._show(made))
         self._carried_out(self._cluster.end_checkpoint(written.number, problem, made))
+        if problem and self._is_over:
+            await self._remove(written.url)
 
     def _counted(self, made: CompleteCheckpoint) -> CompleteCheckpoint:
         before = 0 if self._newest is None else self._newest[0].count
@@ -466,9 +467,10 @@ class Checkpointing:
             _tell_lost(manifest)
             self._tell_missing(manifest)
             complete = self._counted(_complete_one(directory.url, manifest, time.time()))
-            self._schedule.made(complete.clock, now_s)
-            self._show(complete)
-            self._metrics.checkpoints.labels(result="complete").inc()
+            if not self._is_over:
+                self._schedule.made(complete.clock, now_s)
+                self._show(complete)
+                self._metrics.checkpoints.labels(result="complete").inc()
             logs.info(
                 "checkpoint_complete",
                 url=directory.url,

@@ -81,6 +81,13 @@ class Saving:
         assert value is not None
         return value
 
+    def shown_count(self, result: str) -> float:
+        """Checkpoints that the scheduler's counter has with that result."""
+        labels = {"result": result}
+        value = self.registry.get_sample_value("pushpull_scheduler_checkpoints_total", labels)
+        assert value is not None
+        return value
+
     def carry_out(self, decision: Decision[Any]) -> Any:
         for transition in decision.transitions:
             self.transitions.append(transition)
@@ -392,6 +399,26 @@ def test_a_scheduler_that_is_started_again_goes_on_with_the_newest_checkpoint(
         saving.heard(13)
         assert saving.look(15.0) == 0, "the interval is not over"
         assert saving.look(15.0) == 2
+
+    asyncio.run(live())
+
+
+def test_a_manifest_that_a_restore_overtakes_shows_nothing_of_it(tmp_path: Path) -> None:
+    """The cluster after it shows the metrics."""
+
+    async def live() -> None:
+        saving = Saving(tmp_path)
+        saving.look()
+        saving.heard(10)
+        assert saving.look() == 1
+        saving.write(12)
+        saving.edge.end()
+        age_s = saving.shown(AGE)
+        await saving.ended()
+        assert saving.shown(BYTES) == 0
+        assert saving.shown(AGE) >= age_s
+        assert saving.shown_count("complete") == 0
+        assert saving.edge.history(clock.now_s()).complete_count == 0
 
     asyncio.run(live())
 

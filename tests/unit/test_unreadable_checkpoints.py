@@ -83,11 +83,12 @@ class Resumed:
         harness.start_again()
         self.transitions: list[Any] = []
         self.has_ended = asyncio.Event()
+        self.registry = CollectorRegistry()
         self.edge = Checkpointing(
             harness.cluster,
             CheckpointPolicy(),
             self.carry_out,
-            SchedulerMetrics(CollectorRegistry()),
+            SchedulerMetrics(self.registry),
         )
 
     def carry_out(self, decision: Decision[Any]) -> Any:
@@ -161,3 +162,27 @@ def test_a_scheduler_ends_while_its_store_is_away(reluctant: CheckpointStore) ->
 
     asyncio.run(live())
     assert len(reluctant.names()) == 1
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_one_whose_manifest_is_asked_for_when_a_restore_comes_counts_for_nothing(
+    reluctant: CheckpointStore, *, is_complete: bool
+) -> None:
+    """Without a manifest its files go."""
+
+    async def live() -> None:
+        resumed = Resumed(reluctant)
+        if not is_complete:
+            [manifest] = (each for each in ReluctantStore.store if each.endswith(MANIFEST_FILE))
+            del ReluctantStore.store[manifest]
+        resumed.edge.resume()
+        resumed.edge.end()
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+        labels = {"result": "complete"}
+        name = "pushpull_scheduler_checkpoints_total"
+        assert resumed.registry.get_sample_value(name, labels) == 0
+        assert len(reluctant.names()) == is_complete
+        await resumed.edge.close(goes_on=True)
+
+    asyncio.run(live())
