@@ -59,7 +59,8 @@ class CheckpointSchedule:
         self._clocks: dict[NodeId, int] = {}  # the highest of each in `reached`
         self._last_s: float | None = None  # None before training begins
         self._last_clock = 0
-        self._not_before_s = 0.0
+        self._heard_from_s = 0.0  # workers have been heard by then
+        self._retried_from_s = 0.0
 
     @property
     def clock(self) -> int:
@@ -75,7 +76,7 @@ class CheckpointSchedule:
 
     def look(self, view: ClusterView, now_s: float) -> str:
         """The reason to begin a checkpoint now; empty if none is due."""
-        if not self._has_place or now_s < self._not_before_s:
+        if not self._has_place or now_s < max(self._heard_from_s, self._retried_from_s):
             return ""
         view = view.of_run(UNNAMED)
         if not view.tables or view.checkpoint is not None:
@@ -96,16 +97,16 @@ class CheckpointSchedule:
         and when it was complete, as a moment of this clock.
         """
         self._last_clock, self._last_s = newest or (self._clock_before(view), -math.inf)
-        self._not_before_s = now_s + self._lease_s
+        self._heard_from_s = now_s + self._lease_s
 
     def begun(self, now_s: float) -> None:
         """A checkpoint that was due is under way."""
-        self._not_before_s = now_s + RETRY_S
+        self._retried_from_s = now_s + RETRY_S
 
     def made(self, clock: int, now_s: float) -> None:
         """A checkpoint, scheduled or not, is complete; all its parts were written at `now_s`."""
         self._last_clock, self._last_s = clock, now_s
-        self._not_before_s = 0.0
+        self._retried_from_s = 0.0
 
     def unneeded(self, now_s: float) -> None:
         """None was made, since nothing has moved."""

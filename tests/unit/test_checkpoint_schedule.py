@@ -273,6 +273,16 @@ def test_it_goes_on_from_the_newest_checkpoint(cluster: Scheduled, view: Cluster
     assert cluster.look() == BY_CLOCKS
 
 
+def test_a_scheduler_started_again_hears_for_a_lease_though_one_was_written_before() -> None:
+    """Its journal has the checkpoint, and the store says later that it is complete."""
+    cluster = Scheduled(CLOCKS)
+    cluster.schedule.resumed(cluster.view, None, cluster.now_s)
+    cluster.schedule.made(7, cluster.now_s)
+    cluster.heard(20)
+    assert cluster.look(SETTINGS.lease_s - 0.1) == ""
+    assert cluster.look(0.2) == BY_CLOCKS
+
+
 def test_a_cut_of_a_named_run_is_no_checkpoint() -> None:
     cluster = Scheduled(CLOCKS)
     cluster.view = view_of(model(), model(40, run="other"), run="other")
