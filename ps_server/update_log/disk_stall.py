@@ -99,3 +99,11 @@ def say_of_wait(path: Path, *, waits: bool) -> None:
         logs.warning("waiting_for_log_disk", path=str(path), for_s=_SAID_S, remedy=_REMEDY)
     else:
         logs.info("log_disk_answers", path=str(path))
+
+
+def say_of_end(path: Path, *, is_synced: bool) -> None:
+    """Log that the update log in `path` ends, and its disk does not answer."""
+    reason = f"the disk does not answer for {limits.LOG_STALL_S:g} s"
+    if not is_synced:
+        reason += "; the log was not synced: after another boot it gives nothing back"
+    logs.warning("update_log_not_closed", path=str(path), reason=reason, remedy=_REMEDY)

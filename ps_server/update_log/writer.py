@@ -41,7 +41,7 @@ from ps_runtime.observe import logs
 from ps_runtime.system import clock
 from ps_runtime.system.disk import Disk, WriteBehind
 from ps_server.update_log.directory import LogDirectory
-from ps_server.update_log.disk_stall import DiskOperations, DiskStall, say_of_wait
+from ps_server.update_log.disk_stall import DiskOperations, DiskStall, say_of_end, say_of_wait
 from ps_server.update_log.format import (
     GROUP_COUNT,
     MAGIC,
@@ -237,8 +237,8 @@ class UpdateLog:
 
     async def close(self) -> None:
         """Write everything that was appended, have the disk take it, and release the directory. If
-        the disk does not answer, not even a sync that may last, the lock stays until the process
-        ends.
+        the disk does not answer, not even a sync that may last, that is said, and the lock stays
+        until the process ends.
         """
         self.on_written = _nothing
         if not self._is_synced and self.failure is None:
@@ -251,6 +251,7 @@ class UpdateLog:
     def _end(self) -> None:
         while self._writer.is_alive():
             if self._stall.is_too_long(self._writer.operations.current, clock.now_s()):
+                say_of_end(self._directory.path, is_synced=self._is_synced)
                 break
             self._writer.join(_LOOK_S)
         self._directory.close()

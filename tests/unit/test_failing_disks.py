@@ -213,6 +213,33 @@ def test_a_log_whose_disk_does_not_answer_has_failed(tmp_path: Path) -> None:
     assert recovered(path).recovered_log.is_claimed
 
 
+def test_a_log_that_its_disk_does_not_let_end_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without the header of its end it gives nothing back after another boot."""
+    disk = BrokenDisk()
+
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting(disk=disk))
+        await server.push(1)
+        disk.begins.clear()
+        disk.goes_on.clear()
+        server.log._have_synced()  # which may last, as at the end
+        assert await asyncio.to_thread(disk.begins.wait, 20)
+        # Before the clock's own time, which goes on when the log ends.
+        for number in range(int(2 * limits.LOG_STALL_S)):
+            server.log.look(number / 2 - 2 * limits.LOG_STALL_S)
+        assert server.log.failure is None
+        await server.end()
+        disk.goes_on.set()
+        await asyncio.to_thread(server.log._writer.join)
+        server.recovered_log.directory.close()  # as the end of the process
+
+    asyncio.run(scene())
+    assert "event=update_log_not_closed" in caplog.text
+    assert "mend the disk" in caplog.text
+
+
 class ClosingLate(Disk):
     """A disk that says when it closes a file, and waits with it."""
 
