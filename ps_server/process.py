@@ -458,7 +458,8 @@ class _Membership:
         self._link.is_leaving = True
         self._server.set_unready("told to stop")
         if number == signal.SIGTERM:
-            await until_kept(self._link, clock.now_s() + self._settings.drain_grace_s)
+            end_s = clock.now_s() + self._settings.drain_grace_s
+            await until_kept(self._link, end_s, has_log=self._settings.update_log is not None)
         else:
             await self._link.deregister(REASON, deadline_s=1.0, loss_is_wanted=True)
         self._left.set()

@@ -87,10 +87,11 @@ class BackupRequests:
             self._asking.cancel()
 
 
-async def until_kept(link: SchedulerLink, end_s: float) -> None:
+async def until_kept(link: SchedulerLink, end_s: float, *, has_log: bool) -> None:
     """Leave the cluster as soon as that loses nothing, or when `end_s` has come by `clock.now_s`.
     The server goes on serving, since others copy from it. If the scheduler has not answered for a
-    lease, it leaves: without it nobody becomes a holder of anything.
+    lease, it leaves: without it nobody becomes a holder of anything. `has_log`: all that the server
+    holds is in its update log.
     """
     departure = Departure(end_s, link.lease_s)
     while (left_s := departure.left_s(clock.now_s())) > 0:
@@ -103,7 +104,7 @@ async def until_kept(link: SchedulerLink, end_s: float) -> None:
         silent_s = clock.now_s() - link.last_scheduler_contact_s
         match departure.answered(error, silent_s, is_fenced=link.fenced_by is not None):
             case DepartureStep.LEAVES:
-                why = _unsaved(link)
+                why = _unsaved(link, has_log=has_log)
                 if alone and why:
                     logs.warning("leaves_with_the_only_copy", ranges=alone, reason=why)
                 return
@@ -120,14 +121,15 @@ async def until_kept(link: SchedulerLink, end_s: float) -> None:
         logs.warning("leaves_with_the_only_copy", ranges=alone, reason=why)
 
 
-def _unsaved(link: SchedulerLink) -> str:
+def _unsaved(link: SchedulerLink, *, has_log: bool) -> str:
     """The reason why no checkpoint has the values of a server that leaves; empty if one has, or
     other servers have them.
     """
     if link.replica_count > 1:
         return ""
     if not link.checkpoint_url:
-        return "one replica, and no place for checkpoints"
+        place = "one replica, and no place for checkpoints"
+        return f"{place}: its update log alone has them" if has_log else place
     view = link.view
     if view is not None and lost_among(view.ranges, view.of_run("").tables):
         return "one replica, and other values are lost, without which no checkpoint is made"

@@ -251,6 +251,8 @@ def test_a_server_that_ends_by_itself_comes_back_too(scene: Scene) -> None:
     with under_load(scene) as loads:
         server = scene.cluster.living[0]
         scene.cluster.stop(server)
+        [said] = scene.cluster.lines(server.process, "event=leaves_with_the_only_copy")
+        assert "no place for checkpoints: its update log alone has them" in said
         scene.cluster.start_again(server)
         progress(loads)
 
