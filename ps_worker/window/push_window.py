@@ -103,7 +103,8 @@ class PushEntry:
         carrier: the push that this seal travels with.
         given_up: replaced or refused, so a resend is a withdrawal.
         server: to which it was sent last.
-        message: the number of that message (`SentMessages`).
+        messages: its messages on this stream, oldest first, by their numbers (`SentMessages`).
+        answer_count: the number of these that were answered; a stream is first in, first out.
         was_received: a server has received it, perhaps one that is gone.
     """
 
@@ -118,7 +119,8 @@ class PushEntry:
     server: NodeId | None = None
     sent_s: float = 0.0
     sent_count: int = 0
-    message: int = 0
+    messages: tuple[int, ...] = ()
+    answer_count: int = 0
     retry_s: float | None = None
     carried: PushEntry | None = None
     carrier: PushEntry | None = None
@@ -301,6 +303,7 @@ _RETRYABLE = frozenset({"STALE_ASSIGNMENT", "NOT_OWNER", "RECOVERING", "DRAINING
 _QUEUED, _SENT, _RECEIVED, _ENDED = EntryState
 _SAYS_RECEIVED, _SAYS_COMMITTED = ReplyKind.RECEIVED, ReplyKind.COMMITTED
 _SAYS_CREDIT, _APPLIED = ReplyKind.CREDIT, Outcome.APPLIED
+_SAID_LATER = (_SAYS_COMMITTED, ReplyKind.GIVEN_BACK)  # once more, to a message that was answered
 
 POLLED_COUNT = 256
 """Entries of a server that one `poll` sends: building their messages takes some milliseconds."""
@@ -446,8 +449,10 @@ class PushWindow:
         before, self._owner = self._owner, dict(owner)
         moved = {r for r, server in self._owner.items() if before.get(r, server) != server}
         for entry in list(self._open()) if moved else ():
-            if entry.key.range_id in moved and entry.state in (_SENT, _RECEIVED):
-                self._requeue(entry)
+            if entry.key.range_id in moved:
+                entry.messages, entry.answer_count = (), 0
+                if entry.state in (_SENT, _RECEIVED):
+                    self._requeue(entry)
         if moved:
             queued, self._queues = self._queues, defaultdict(list)
             self._held_back += itertools.chain.from_iterable(queued.values())
@@ -464,11 +469,12 @@ class PushWindow:
         self._connected.discard(server)
         for place in [place for place in self._blocked if place[0] == server]:
             del self._blocked[place]
-        lost = [
-            entry
-            for entry in self._open()
-            if self._owner.get(entry.key.range_id) == server and entry.state in (_SENT, _RECEIVED)
-        ]
+        lost: list[PushEntry] = []
+        for entry in self._open():
+            if entry.server == server:
+                entry.messages, entry.answer_count = (), 0
+            if self._owner.get(entry.key.range_id) == server and entry.state in (_SENT, _RECEIVED):
+                lost.append(entry)
         for entry in lost:
             self._requeue(entry)
         return len(lost)
@@ -486,10 +492,12 @@ class PushWindow:
         entry = numbers.open.get(reply.sequence) if numbers is not None else None
         if entry is None:
             return []
-        if entry.state is _SENT and entry.server == server:
+        count, sent = entry.answer_count, entry.messages
+        if entry.server == server and count < len(sent) and not (count and kind in _SAID_LATER):
+            entry.answer_count = count + 1
             messages = self._messages[server]
-            if entry.message > messages.answered:
-                messages.answered = entry.message
+            if sent[count] > messages.answered:
+                messages.answered = sent[count]
         if kind is _SAYS_COMMITTED:
             if reply.ending is None:
                 raise InvariantViolation("PW-4", f"{entry.key} is COMMITTED without an outcome")
@@ -525,7 +533,7 @@ class PushWindow:
                 self._requeue(entry)
                 self._let_go()
             elif entry.state is _SENT and entry.sent_s <= overdue_s:
-                if entry.server is None or self._messages[entry.server].is_late(entry.message):
+                if entry.server is None or self._messages[entry.server].is_late(entry.messages):
                     self._requeue(entry)
             elif entry.state is _RECEIVED and entry.sent_s <= overdue_s:
                 self._probe(entry, now_s)
@@ -729,7 +737,8 @@ class PushWindow:
             entry.server = server
             entry.sent_s = now_s
             entry.sent_count += 1
-            entry.message = messages.count = messages.count + 1
+            messages.count += 1
+            entry.messages += (messages.count,)
             self._in_flight_bytes[server] = in_flight_bytes
             if entry.given_up:
                 effects.append(SendWithdrawal(server, entry.key))
@@ -774,7 +783,8 @@ class PushWindow:
         for entry in entries:
             entry.state = _SENT
             entry.sent_s = now_s
-            entry.server, entry.message = server, messages.count
+            entry.server = server
+            entry.messages += (messages.count,)
             self._waiting_seals.discard(entry)
         ranges = tuple(
             SealRange(e.key.range_id, e.key.sequence, self._confirmed(e.key)) for e in entries

@@ -11,6 +11,7 @@ Rules:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 
 class SentMessages:
@@ -50,6 +51,8 @@ class SentMessages:
             self._waiting.pop()
         self._waiting.append((now_s, first))
 
-    def is_late(self, number: int) -> bool:
-        """True if an answer to this message, which was sent longer ago, should have come."""
-        return not self._waiting or number < self._waiting[0][1]
+    def is_late(self, numbers: Sequence[int]) -> bool:
+        """True if an answer to the newest of these messages, all copies of one entry, should have
+        come. It was sent longer ago.
+        """
+        return not self._waiting or max(numbers, default=0) < self._waiting[0][1]

@@ -183,8 +183,8 @@ _ONE_TABLE = (
         "what was received survives a move",
         "S3",
         _WINDOW,
-        "if entry.key.range_id in moved and entry.state in (_SENT, _RECEIVED):",
-        "if entry.key.range_id in moved and entry.state is _SENT:",
+        "if entry.state in (_SENT, _RECEIVED):",
+        "if entry.state is _SENT:",
         _FAILOVER,
     ),
     Mutant(
