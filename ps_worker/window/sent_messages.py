@@ -5,7 +5,8 @@ Rules:
     - A stream is first in, first out: while the server answers older messages, no answer to a newer
       one is late.
     - The answer to a message is late after some time in which neither was so. A message that the
-      server passes over, or lost, is so sent again, however busy the stream is.
+      server passes over, or lost, is so sent again, however busy the stream is. So is each message
+      that alone travels for longer.
 """
 
 from __future__ import annotations

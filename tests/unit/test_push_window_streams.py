@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection
 
 import pytest
@@ -112,6 +112,16 @@ def test_a_slow_link_carries_each_block_once(mbit_per_s: float, buffer_bytes: in
     link.run(2 * BLOCK_COUNT * link.block_s)
     assert link.is_sealed
     assert sorted(link.carried) == list(range(1, BLOCK_COUNT + 1))
+
+
+@pytest.mark.parametrize("buffer_bytes", [MIB, 8 * MIB])
+def test_a_link_on_which_a_block_travels_for_longer_carries_none_more_than_twice(
+    buffer_bytes: int,
+) -> None:
+    link = SlowLink(0.8e6 / 8, buffer_bytes)
+    link.run(3 * BLOCK_COUNT * link.block_s)
+    assert link.is_sealed
+    assert max(Counter([*link.carried, *link.buffers, *link.outbox]).values()) == 2
 
 
 @pytest.mark.parametrize("mbit_per_s", [1, 2, 5, 10])
