@@ -161,7 +161,7 @@ class Cluster:
         servers = self.settings.servers_at_restore
         if self.settings.replica_count > 1 and self._state.has_formed:
             alive = (n.state is NodeState.ALIVE for n in self._state.nodes_of(Role.SERVER))
-            servers = max(1, sum(alive))
+            servers = min(max(1, sum(alive)), self.settings.server_count)
         return replace(
             self.settings,
             servers_at_restore=servers,

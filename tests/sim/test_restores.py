@@ -461,6 +461,7 @@ class Restoration:
             first_incarnation=Incarnation(1_000_000 * (self.before.number + 1)),
             first_node_id=1_000 * (self.before.number + 1),
             server_count=server_count,
+            servers_at_restore=0,
             replica_count=replica_count,
             min_in_sync=draw.choice((1, min(2, replica_count))),
             range_count=draw.choice((8, 8, 5, 3)),
@@ -475,7 +476,7 @@ class Restoration:
     def _start_others(self) -> None:
         """Servers that were not there before; some where others died."""
         draw = self.world.draw
-        for _ in range(self.settings.server_count - len(self.servers)):
+        for _ in range(self.settings.servers_to_form - len(self.servers)):
             address = self._free.pop() if self._free else Address()
             self.world.after(draw.random() * 2.0, lambda address=address: self.come(address))  # type: ignore[misc]
 
@@ -535,7 +536,7 @@ class Restoration:
 
     def _look(self) -> None:
         """Whether all have come."""
-        now_s, wanted = self.world.now_s, self.settings.server_count
+        now_s, wanted = self.world.now_s, self.settings.servers_to_form
         if now_s >= self._away_until_s:
             waiting, self._waiting = self._waiting, []
             for action in waiting:

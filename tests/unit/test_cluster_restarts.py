@@ -462,3 +462,16 @@ def test_a_restore_in_place_waits_for_no_server_that_a_replicated_cluster_went_o
     if not made:
         harness.join(Role.SERVER)
         assert isinstance(harness.create(worker), Created)
+
+
+def test_a_restore_in_place_waits_for_no_server_beyond_those_it_was_started_for() -> None:
+    harness = Harness(server_count=2, worker_count=1, replica_count=2)
+    for _ in range(3):
+        harness.join(Role.SERVER)
+    settings = harness.cluster.in_new_timeline(None, bytes(15) + b"2", b"t" * 32)
+    harness.cluster = Cluster(settings, harness.now_s)
+    worker = harness.join(Role.WORKER)
+    harness.join(Role.SERVER)
+    assert isinstance(harness.create(worker), Parked)
+    harness.join(Role.SERVER)
+    assert isinstance(harness.create(worker), Created)
