@@ -4,6 +4,8 @@ the other never took.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -34,6 +36,19 @@ def live(rank: int, address: str, groups: Path | None, pipe: Connection) -> None
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
     client = ps.connect(address, rank=rank, request_deadline_s=30.0)
     optimizer: Any = None
+    process_groups = weakref.WeakSet[Any]()
+
+    def grouped() -> str:
+        nonlocal optimizer
+        optimizer = ps.DistributedOptimizer(
+            client, model, ps.SGD(lr=0.1), name="model", aggregate_within="all"
+        )
+        process_groups.add(distributed.group.WORLD)
+        return "made"
+
+    def left() -> int:
+        gc.collect()
+        return len({*process_groups} - {distributed.group.WORLD})
 
     def made() -> str:
         nonlocal optimizer
@@ -41,6 +56,7 @@ def live(rank: int, address: str, groups: Path | None, pipe: Connection) -> None
         optimizer = ps.HybridOptimizer(
             client, model, local, served=served, server_optimizer=ps.SGD(lr=0.1), name="model"
         )
+        process_groups.add(distributed.group.WORLD)
         return "made"
 
     def stepped() -> list[float]:
@@ -57,6 +73,8 @@ def live(rank: int, address: str, groups: Path | None, pipe: Connection) -> None
 
     orders: dict[str, Callable[[], Any]] = {
         "make": made,
+        "make grouped": grouped,
+        "left": left,
         "step": stepped,
         "checkpoint": lambda: client.checkpoint().wait().url,
         "end": client.close,
@@ -99,9 +117,9 @@ def all_do(found: list[Worker], order: str) -> list[Any]:
     return [worker.hear() for worker in found] if order == "step" else said
 
 
-def restored_in_a_step(found: list[Worker]) -> None:
+def restored_in_a_step(found: list[Worker], make: str = "make") -> None:
     """Worker 1 is in the second step, and worker 0 restores before it."""
-    assert all_do(found, "make") == ["made"] * WORKERS
+    assert all_do(found, make) == ["made"] * WORKERS
     first = all_do(found, "step")
     assert first[0] == first[1]
     [url, _] = all_do(found, "checkpoint")
@@ -116,16 +134,21 @@ def restored_in_a_step(found: list[Worker]) -> None:
     assert found[1].hear() == "restored"
 
 
-def test_a_restore_beside_a_step_leaves_no_call_of_the_workers_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", ["make", "make grouped"])
+def test_a_restore_beside_a_step_leaves_no_call_of_the_workers_behind(
+    tmp_path: Path, make: str
+) -> None:
+    """Nor a process group of all workers."""
     with (
         ps.local_cluster(1, WORKERS, checkpoint_url=str(tmp_path)) as cluster,
         workers(cluster.address, None) as found,
     ):
-        restored_in_a_step(found)
-        assert all_do(found, "make") == ["made"] * WORKERS
+        restored_in_a_step(found, make)
+        assert all_do(found, make) == ["made"] * WORKERS
         values = all_do(found, "step")
         assert values[0] == values[1]
         assert isinstance(values[0], list)
+        assert all_do(found, "left") == [0] * WORKERS
 
 
 def test_a_worker_in_a_step_hears_of_a_restore_whose_worker_makes_its_optimizer_at_once(

@@ -47,14 +47,20 @@ _Place = Sequence[int] | None
 
 
 class _Use(NamedTuple):
-    """A process group that this process trains with: the timeline, and the sockets of one that was
-    made here; None: the script has made it.
+    """A process group that this process trains with.
+
+    Attributes:
+        timeline: of the cluster at that time.
+        made: groups that were made here: this one, and others of some of its workers; none if the
+            script has made it.
+        sockets: of these.
     """
 
     group: weakref.ref[Any]
     cluster_id: str
     timeline: bytes
-    sockets: Collection[str] | None
+    made: tuple[weakref.ref[Any], ...]
+    sockets: frozenset[str]
 
 
 _use: _Use | None = None
@@ -71,13 +77,13 @@ def init_process_group(client: Client) -> None:
     if not distributed.is_available():
         raise InvalidConfig("this torch has no torch.distributed; expected a build with it")
     is_replaced = _is_replaced(client)
-    if is_replaced:
-        leave_as_it_is()
-    if is_replaced and _use is not None and _use.sockets is not None:
-        # Its calls that others never make fail.
-        shut(_use.sockets)
-        distributed.destroy_process_group()
-        is_replaced = False
+    if is_replaced and _use is not None:
+        # Calls that others never make fail in groups made here, and wait for ever in any other.
+        _leave(*(group for group in _groups() if not any(group is each() for each in _use.made)))
+        if _use.made:
+            shut(_use.sockets)
+            distributed.destroy_process_group()
+            is_replaced = False
     place: _Place = None
     if distributed.is_initialized():
         place = distributed.get_rank(), distributed.get_world_size()
@@ -91,8 +97,11 @@ def init_process_group(client: Client) -> None:
             "trained with, and some workers may wait in a call of the group that others never "
             f"make. {REMEDY}"
         )
-    sockets = _make(client) if place is None else None
-    _note_use(client, sockets)
+    if place is None:
+        sockets = _make(client)
+        _note_use(client, (weakref.ref(distributed.group.WORLD),), sockets)
+    else:
+        _note_use(client)
 
 
 def _is_replaced(client: Client) -> bool:
@@ -104,17 +113,35 @@ def _is_replaced(client: Client) -> bool:
         or use.group() is not distributed.group.WORLD
     ):
         return False
-    is_alone = use.sockets is None and distributed.get_world_size() == 1
+    is_alone = not use.made and distributed.get_world_size() == 1
     is_of_cluster = use.cluster_id == session.cluster_id
     return is_of_cluster and use.timeline != session.timeline and not is_alone
 
 
-def _note_use(client: Client, sockets: Collection[str] | None) -> None:
+def _note_use(
+    client: Client,
+    made: tuple[weakref.ref[Any], ...] = (),
+    sockets: frozenset[str] = frozenset(),
+) -> None:
     global _use
     world, session = distributed.group.WORLD, client.session
     if _use is not None and _use.group() is world:
-        sockets = _use.sockets
-    _use = _Use(weakref.ref(world), session.cluster_id, session.timeline, sockets)
+        made, sockets = _use.made, _use.sockets
+    _use = _Use(weakref.ref(world), session.cluster_id, session.timeline, made, sockets)
+
+
+def subgroups(of_ranks: Iterable[Sequence[int]]) -> list[Any]:
+    """Groups of some of the process group's workers each, as `torch.distributed.new_group` makes
+    them: each worker makes all, in one order.
+    """
+    global _use
+    sockets, groups = _sockets().keys(), _groups()
+    found = [distributed.new_group(ranks, backend=backends()) for ranks in of_ranks]
+    if _use is not None and _use.made:
+        new = (group for group in _groups() if not any(group is each for each in groups))
+        made = (*_use.made, *map(weakref.ref, new))
+        _use = _use._replace(made=made, sockets=_use.sockets | (_sockets().keys() - sockets))
+    return found
 
 
 def _problem_of(places: Sequence[_Place], rank: int, worker_count: int) -> str:
@@ -190,7 +217,7 @@ def backends() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
-def _make(client: Client) -> Collection[str]:
+def _make(client: Client) -> frozenset[str]:
     """Make a group of all workers, and return the sockets that were opened meanwhile."""
     global _others
     _others = before = _sockets().keys()
@@ -212,7 +239,7 @@ def _make(client: Client) -> Collection[str]:
     atexit.unregister(_end)
     atexit.register(_end)
     logs.info("process_group_made", backend=backend, store=f"{host}:{port}")
-    return _sockets().keys() - before
+    return frozenset(_sockets().keys() - before)
 
 
 _others: Collection[str] | None = None
@@ -256,8 +283,16 @@ def leave_as_it_is(*works: Any) -> None:
     """Let this process end although a collective call has not: gloo's destructor would wait for it.
     The objects of the call, and its groups, are never destroyed.
     """
-    groups = distributed.distributed_c10d._world.pg_map
-    for found in (*works, *groups):
+    _leave(*works, *_groups())
+
+
+def _groups() -> list[Any]:
+    """All process groups of this process."""
+    return list(distributed.distributed_c10d._world.pg_map)
+
+
+def _leave(*objects: Any) -> None:
+    for found in objects:
         if not any(found is each for each in _left):
             _left.append(found)
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
@@ -265,9 +300,8 @@ def leave_as_it_is(*works: Any) -> None:
 
 def _end() -> None:
     with contextlib.suppress(RuntimeError, AssertionError):  # the others may have gone first
-        groups = distributed.distributed_c10d._world.pg_map
         if distributed.is_initialized() and not any(
-            group is each for group in groups for each in _left
+            group is each for group in _groups() for each in _left
         ):
             distributed.destroy_process_group()
 

@@ -36,7 +36,7 @@ from ps_worker.compression.push_encoder import BEYOND_HALF
 from ps_worker.spec.training_options import HOST, TrainingOptions
 from ps_worker.training.among_workers.gradient_reduction import GradientReduction, Group
 from ps_worker.training.among_workers.peers import Peers
-from ps_worker.training.among_workers.process_group import backends, init_process_group
+from ps_worker.training.among_workers.process_group import init_process_group, subgroups
 from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.tables.gradient_marks import GradientMarks
 from ps_worker.training.tables.staging import check_dense
@@ -306,9 +306,7 @@ def worker_group(client: Client, options: TrainingOptions) -> WorkerGroup:
     groups: dict[str, list[int]] = {}
     for rank, each in enumerate(client.gather(label, name=f"the groups of '{options.name}'")):
         groups.setdefault(each, []).append(rank)
-    made = {
-        each: distributed.new_group(ranks, backend=backends()) for each, ranks in groups.items()
-    }
+    made = dict(zip(groups, subgroups(groups.values()), strict=True))
     ranks = groups[label]
     logs.info("worker_group_made", name=options.name, group=name, ranks=ranks, leader=ranks[0])
     return WorkerGroup(client, ranks, made[label], may_be_infinite=options.allow_non_finite)
