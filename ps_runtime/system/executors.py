@@ -73,6 +73,7 @@ class DaemonThreads(Executor):
 
     def __init__(self, count: int, name: str, begin: Callable[[], None]) -> None:
         self.ended: Future[None] = Future()
+        self.ended.set_running_or_notify_cancel()  # who gives up a wait for it cancels nothing
         self._begin, self._count = begin, count
         self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()

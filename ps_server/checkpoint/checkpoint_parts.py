@@ -505,7 +505,8 @@ class _CheckpointPart:
         self._threads.shutdown(wait=False)
         ended = asyncio.wrap_future(self._threads.ended)
         if not (await asyncio.wait((ended,), timeout=self._stall_s))[0]:
-            reason = f"{self._url} does not answer for {self._stall_s:g} s"
+            ended.cancel()  # its end finds no loop to tell
+            reason = f"what writes to {self._url} has not ended within {self._stall_s:g} s"
             logs.warning("checkpoint_part_left", number=self.number, reason=reason)
 
     def _release(self) -> None:

@@ -49,6 +49,7 @@ class RangeFacts(NamedTuple):
     past_reached_clock: int = 0
     past_stepped_clock: int = 0
     taken: tuple[int, int] = (0, 0)
+    is_for_join: bool = False
 
 
 class WorkerFacts(NamedTuple):
@@ -192,6 +193,7 @@ def facts_of(state: RangeState) -> RangeFacts:
         state.past_reached_clock,
         state.past_stepped_clock,
         schedule.taken,
+        schedule.is_for_join,
     )
 
 
@@ -249,7 +251,11 @@ def restore(copy: ShardCopy, state: RangeState, now_s: float) -> None:
     state.past_stepped_clock = facts.past_stepped_clock
     state.schedule.settings, state.schedule.number = facts.settings, facts.change_number
     state.schedule.restore(
-        facts.prepared, facts.hold_point, facts.taken, minds_reads=facts.minds_reads
+        facts.prepared,
+        facts.hold_point,
+        facts.taken,
+        minds_reads=facts.minds_reads,
+        is_for_join=facts.is_for_join,
     )
     for worker in sorted(copy.workers.values(), key=lambda w: w.facts.incarnation):
         _restore_worker(worker, state, now_s)
@@ -258,7 +264,9 @@ def restore(copy: ShardCopy, state: RangeState, now_s: float) -> None:
     begun = state.first_clock if state.initialized else -1
     done_clocks = [worker.done_clock for worker in state.workers.values()]
     done_clock = max([begun, state.past_reached_clock or begun, *done_clocks])
-    held = state.schedule.hold_point if facts.minds_reads else None
+    # Only a hold for another setting is beyond all that was pulled for.
+    is_bound = facts.minds_reads and not facts.is_for_join
+    held = state.schedule.hold_point if is_bound else None
     state.read_clock = done_clock + 1 if held is None else min(done_clock + 1, held)
 
 

@@ -91,6 +91,7 @@ class Schedule:
         prepared: the newest prepared change; 0 before the first.
         hold_point: nothing beyond it takes effect or is pulled for; None: no change is prepared.
         minds_reads: the hold point holds pulls too: not for a checkpoint.
+        is_for_join: the hold point is a join's, and may be one that was pulled beyond.
         taken: the newest change that this range took as the deciding one, and its clock.
         number: the newest change that was committed; 0 before the first.
         is_freed: what a cut held may go on, and has not yet.
@@ -102,6 +103,7 @@ class Schedule:
         self.hold_point: int | None = None
         self.number = 0
         self.minds_reads = True
+        self.is_for_join = False
         self._lets_go = False  # the proposal is a cut, and the clocks beyond are asynchronous
         self._proposed = 0  # the proposal of the newest view; 0: it has none
         self.taken = (0, 0)
@@ -180,6 +182,7 @@ class Schedule:
         if proposed is not None and self._proposed > self.prepared:
             self.prepared = proposed.number
             self.minds_reads = not proposed.checkpoint
+            self.is_for_join = proposed.join is not None
             self.hold_point = max(proposed.after_clock, self._at_present(proposed, reached))
             self._lets_go = self._is_torn_from(self.hold_point)
         return committed or (held is not None and self.hold_point != held)
@@ -327,11 +330,17 @@ class Schedule:
     # --- changes
 
     def restore(
-        self, prepared: int, hold_point: int | None, taken: tuple[int, int], *, minds_reads: bool
+        self,
+        prepared: int,
+        hold_point: int | None,
+        taken: tuple[int, int],
+        *,
+        minds_reads: bool,
+        is_for_join: bool,
     ) -> None:
         """Restore the changes of another server, whose cuts ended with it."""
         self.prepared, self.hold_point = prepared, hold_point
-        self.taken, self.minds_reads = taken, minds_reads
+        self.taken, self.minds_reads, self.is_for_join = taken, minds_reads, is_for_join
         if self.hold_point is not None:
             self._lets_go = self._is_torn_from(self.hold_point)
 

@@ -267,6 +267,7 @@ def facts_to_proto(facts: RangeFacts, records: RecordTable) -> replication_pb2.P
         past_stepped_clock=facts.past_stepped_clock,
         taken=facts.taken[0],
         taken_clock=facts.taken[1],
+        is_for_join=facts.is_for_join,
     )
     if facts.unscaled is not None:
         message.unscaled = records.index(facts.unscaled)
@@ -305,6 +306,7 @@ def facts_from_proto(message: replication_pb2.PartFacts, records: Sequence[Recor
         message.past_reached_clock,
         message.past_stepped_clock,
         (message.taken, message.taken_clock),
+        message.is_for_join,
     )
 
 

@@ -133,7 +133,9 @@ def _warn_between_steps(client: Client, own: Sequence[tuple[TableHandle, bool]])
         }
         if name := max(clocks, key=clocks.__getitem__, default=""):
             reached[name] = clocks[name]
-    counts = {count for count in reached.values() if count}
+    counts = set(reached.values())
+    if max(counts, default=0) > 1:
+        counts.discard(0)  # a model that has not begun
     if len(counts) > 1:
         logs.warning(
             "joined_between_steps",

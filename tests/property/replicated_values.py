@@ -136,6 +136,7 @@ def facts(draw: st.DrawFn, known: st.SearchStrategy[Record]) -> RangeFacts:
         draw(COUNTS),
         draw(COUNTS),
         draw(st.tuples(SMALL, COUNTS)),
+        draw(st.booleans()),
     )
 
 

@@ -257,7 +257,8 @@ REPLICATION_MUTANTS = (
         "S6",
         _SCHEDULE,
         "        self.prepared, self.hold_point = prepared, hold_point\n"
-        "        self.taken, self.minds_reads = taken, minds_reads\n",
+        "        self.taken, self.minds_reads, self.is_for_join = "
+        "taken, minds_reads, is_for_join\n",
         "",
         _FAILOVER,
     ),

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from ps_core.change import Join, TableChange
+from ps_core.consistency import parsed
+from ps_core.keys import Incarnation
 from ps_core.ledger import Outcome
 from ps_core.sliced_work import at_once
 from ps_server.ranges.events import Apply, Effect
@@ -84,6 +89,21 @@ def test_a_read_that_may_have_been_answered_counts_in_what_is_promised() -> None
     at.pull(0, 1)  # for its step 2
     assert at.machine.state.read_clock == 2
     assert moved(at).machine.state.read_clock == 2
+
+
+def test_a_read_counts_beyond_where_a_join_is_prepared() -> None:
+    """S6: a change of setting after the failover is after the step that it was for, too."""
+    at = Bench(make_table(), workers=1)
+    at.push(0, 1, 1)
+    at.seal(0, 2, 1)
+    at.pull(0, 1)
+    join = TableChange(9, 0, at.table.consistency, Join(0, Incarnation(2000)))
+    at.observe(replace(at.table, proposed=join))
+    assert at.machine.state.schedule.hold_point == 1
+    other = moved(at)
+    other.observe(at.table)
+    other.observe(replace(at.table, proposed=TableChange(10, 0, parsed("ssp:1"))))
+    assert other.machine.state.schedule.hold_point == 2
 
 
 def test_a_copy_is_what_the_state_is() -> None:

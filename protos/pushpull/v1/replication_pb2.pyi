@@ -151,7 +151,7 @@ class BlockElements(_message.Message):
     def __init__(self, block: _Optional[int] = ..., presence: _Optional[bytes] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PartFacts(_message.Message):
-    __slots__ = ("clock", "formed_clock", "changed_clock", "newest_join_clock", "update_count", "record_count", "initialized", "unscaled", "squares", "said", "settings", "change_number", "promised", "hold_point", "failure", "minds_reads", "past_reached_clock", "past_stepped_clock", "taken", "taken_clock")
+    __slots__ = ("clock", "formed_clock", "changed_clock", "newest_join_clock", "update_count", "record_count", "initialized", "unscaled", "squares", "said", "settings", "change_number", "promised", "hold_point", "failure", "minds_reads", "past_reached_clock", "past_stepped_clock", "taken", "taken_clock", "is_for_join")
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     FORMED_CLOCK_FIELD_NUMBER: _ClassVar[int]
     CHANGED_CLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +172,7 @@ class PartFacts(_message.Message):
     PAST_STEPPED_CLOCK_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     TAKEN_CLOCK_FIELD_NUMBER: _ClassVar[int]
+    IS_FOR_JOIN_FIELD_NUMBER: _ClassVar[int]
     clock: int
     formed_clock: int
     changed_clock: int
@@ -192,7 +193,8 @@ class PartFacts(_message.Message):
     past_stepped_clock: int
     taken: int
     taken_clock: int
-    def __init__(self, clock: _Optional[int] = ..., formed_clock: _Optional[int] = ..., changed_clock: _Optional[int] = ..., newest_join_clock: _Optional[int] = ..., update_count: _Optional[int] = ..., record_count: _Optional[int] = ..., initialized: _Optional[bool] = ..., unscaled: _Optional[int] = ..., squares: _Optional[_Iterable[_Union[ClockSquares, _Mapping]]] = ..., said: _Optional[_Union[SaidScale, _Mapping]] = ..., settings: _Optional[_Iterable[_Union[SettingFrom, _Mapping]]] = ..., change_number: _Optional[int] = ..., promised: _Optional[int] = ..., hold_point: _Optional[int] = ..., failure: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., minds_reads: _Optional[bool] = ..., past_reached_clock: _Optional[int] = ..., past_stepped_clock: _Optional[int] = ..., taken: _Optional[int] = ..., taken_clock: _Optional[int] = ...) -> None: ...
+    is_for_join: bool
+    def __init__(self, clock: _Optional[int] = ..., formed_clock: _Optional[int] = ..., changed_clock: _Optional[int] = ..., newest_join_clock: _Optional[int] = ..., update_count: _Optional[int] = ..., record_count: _Optional[int] = ..., initialized: _Optional[bool] = ..., unscaled: _Optional[int] = ..., squares: _Optional[_Iterable[_Union[ClockSquares, _Mapping]]] = ..., said: _Optional[_Union[SaidScale, _Mapping]] = ..., settings: _Optional[_Iterable[_Union[SettingFrom, _Mapping]]] = ..., change_number: _Optional[int] = ..., promised: _Optional[int] = ..., hold_point: _Optional[int] = ..., failure: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., minds_reads: _Optional[bool] = ..., past_reached_clock: _Optional[int] = ..., past_stepped_clock: _Optional[int] = ..., taken: _Optional[int] = ..., taken_clock: _Optional[int] = ..., is_for_join: _Optional[bool] = ...) -> None: ...
 
 class ClockSquares(_message.Message):
     __slots__ = ("clock", "squares")

@@ -120,6 +120,8 @@ class Peers:
         fail by themselves when its process has ended. Does nothing if the script has made the
         process group, whose timeout counts then.
         """
+        for former in [each for each in _trained_by_torch if each.has_ended]:
+            _trained_by_torch.discard(former)  # a restore in place ended its session
         _trained_by_torch.add(self)
         if sockets := group_sockets():
             self._connection.loop.start(self._shut_when_lost(sockets))
@@ -131,6 +133,11 @@ class Peers:
             )
             logs.warning("process_group_ended", because=_words_of(self._gone(view)))
             shut(sockets)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the session of its worker was ended by others."""
+        return self._connection.engine.scheduler.fenced_by is not None
 
     def _gone(self, view: ClusterView) -> list[Node]:
         return [node for node in self._lost(view) if node.state is NodeState.GONE]
