@@ -241,7 +241,7 @@ class _Membership:
 
         def tick() -> None:
             node.tick()
-            if not node.works.is_busy:
+            if not node.works.jobs:
                 look()
             elif not waits:
                 waits.append(True)

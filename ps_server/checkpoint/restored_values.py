@@ -176,7 +176,7 @@ class RestoredValues:
         works.finish()
         for key, versions in self._ranges.hand_over():
             self._node.loaded(key, versions)
-            if works.is_busy:  # the others when that is done
+            if works.jobs:  # the others when that is done
                 works.between(self._hand_over)
                 return
 

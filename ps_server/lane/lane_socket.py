@@ -75,6 +75,8 @@ class SharedLanes:
         self._nonces: dict[Incarnation, bytes] = {}
         self._sessions: dict[bytes, Incarnation] = {}
         self._connections: dict[Incarnation, _Connection] = {}
+        self.shared_ids: dict[Incarnation, set[int]] = {}
+        """The segments that each session has, for who asks in each pull."""
         self._strangers: dict[_Connection, asyncio.TimerHandle] = {}
         self._last_ids: dict[Incarnation, int] = {}
         self._numbers = itertools.count(1)
@@ -257,7 +259,7 @@ class SharedLanes:
             connection.answers = None
         incarnation = connection.incarnation
         if incarnation is not None and self._connections.get(incarnation) is connection:
-            del self._connections[incarnation]
+            del self._connections[incarnation], self.shared_ids[incarnation]
 
     def _known(self, connection: _Connection) -> None:
         timer = self._strangers.pop(connection, None)
@@ -331,6 +333,7 @@ class SharedLanes:
             self._end(older)
         connection.incarnation = incarnation
         self._connections[incarnation] = connection
+        self.shared_ids[incarnation] = connection.shared_ids
         return parameters_pb2.LaneResponse(welcome=parameters_pb2.LaneWelcome())
 
     def _map(

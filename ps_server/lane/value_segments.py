@@ -309,7 +309,10 @@ class ValueSegments:
         return shared
 
     def _is_open_to(self, session: Session, shared: SharedValues) -> bool:
-        return self._lanes.share(session.incarnation, shared.segment_id, shared.segment)
+        has = self._lanes.shared_ids.get(session.incarnation, ())
+        return shared.segment_id in has or self._lanes.share(
+            session.incarnation, shared.segment_id, shared.segment
+        )
 
 
 def _close(reserving: asyncio.Future[SharedValues | None]) -> None:

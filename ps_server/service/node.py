@@ -392,7 +392,7 @@ class ParameterNode:
     @decides
     def begin_read(self, read: RangeRead) -> None:
         """Start the pull of one range; it is answered or refused now or later."""
-        if self.works.is_busy:
+        if self.works.jobs:
             self.works.finish()
         number = read.number = next(self._numbers)
         self._reads[number] = read
@@ -552,7 +552,7 @@ class ParameterNode:
 
     def carry_out(self, effects: Sequence[Effect]) -> None:
         """Carry effects out, in order, and what others must have first when they have it."""
-        if self.replicas is None and not self.works.is_busy and _are_quick(effects):
+        if self.replicas is None and not self.works.jobs and _are_quick(effects):
             self._do_now(effects)
         else:
             self.works.begin(self._carrying_out(effects))

@@ -149,7 +149,10 @@ class Pull:
         try:
             while self._reads or self._left:
                 while self._left and (self._is_one or not self._reads):
-                    await self._node.works.in_turn(self._begin_next)
+                    if self._node.works.jobs:
+                        await self._node.works.in_turn(self._begin_next)
+                    else:
+                        self._begin_next()
                     await turns.breathe()
                 read = self._next()
                 if not read.is_answered:
@@ -235,7 +238,7 @@ class StreamPulls:
         pull = Pull(node, request, stream.session, stream.call)
         may_be_at_once = (
             number
-            and not node.works.is_busy
+            and not node.works.jobs
             and stream.has_part_space
             and node.unread.has_space(limits.STREAM_READ_BYTES)
         )

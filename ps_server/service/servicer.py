@@ -257,7 +257,7 @@ async def _take_entries(
     while turn:
         if block_count > _TURN_BLOCK_COUNT:
             await node.take(stream, turn)
-        elif node.works.is_busy:
+        elif node.works.jobs:
             await node.works.in_turn(partial(node.entries, stream, turn))
         else:
             node.entries(stream, turn)

@@ -49,11 +49,14 @@ class _Job(NamedTuple):
 class WorkQueue:
     """The queue of works; `Works` says when there is time. `on_failure` is called with what a work
     raised when nobody waits for it any more.
+
+    Attributes:
+        jobs: open and waiting works; not empty while the queue is busy, which each message asks.
     """
 
     def __init__(self, on_failure: Callable[[Exception], None]) -> None:
         self._on_failure = on_failure
-        self._jobs: deque[_Job] = deque()
+        self.jobs: deque[_Job] = deque()
         self._is_running = False
         self._waiting: Waiting | None = None
 
@@ -63,67 +66,63 @@ class WorkQueue:
         waiting = self._waiting
         return None if waiting is None or waiting.done() else waiting
 
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._jobs)
-
     def add(self, work: Work[Any], has_time: HasTime, on_end: OnEnd | None = None) -> None:
         """Begin the work now if none is under way, as far as there is time; the rest in its turn.
         Raises what it raised, if that was now and nobody waits for its end.
         """
-        is_next = not self._jobs
-        self._jobs.append(_Job(work, on_end))
+        is_next = not self.jobs
+        self.jobs.append(_Job(work, on_end))
         if is_next:
             try:
-                if self._is_done(self._jobs[0], has_time):
-                    self._jobs.popleft()
+                if self._is_done(self.jobs[0], has_time):
+                    self.jobs.popleft()
             except Exception:
-                self._jobs.popleft()
+                self.jobs.popleft()
                 raise
 
     def between(self, callback: Callable[[], None]) -> None:
         """Call a function between two works: now, or in its turn."""
-        if self.is_busy:
-            self._jobs.append(_Job(callback))
+        if self.jobs:
+            self.jobs.append(_Job(callback))
         else:
             callback()
 
     def go_on(self, has_time: HasTime) -> None:
         """Go on with the open and waiting works, as far as there is time."""
-        while self._jobs and self._has_next_ended(has_time):
+        while self.jobs and self._has_next_ended(has_time):
             pass
 
     def finish(self) -> None:
         """Do all open and waiting works now."""
-        if self._jobs:
+        if self.jobs:
             check(not self._is_running, "WK-1", "a work begins while another is under way")
             self.go_on(always)
 
     def _has_next_ended(self, has_time: HasTime) -> bool:
-        job = self._jobs[0]
+        job = self.jobs[0]
         if callable(job.work):
-            self._jobs.popleft()
+            self.jobs.popleft()
             self._call(job.work)
             return True
         try:
             is_done = self._is_done(job, has_time)
         except Exception as failure:  # noqa: BLE001 - whoever asked for it has gone on
-            self._jobs.popleft()
+            self.jobs.popleft()
             self._on_failure(failure)
             return True
         if is_done:
-            self._jobs.popleft()
+            self.jobs.popleft()
         return is_done
 
     def _call(self, callback: Callable[[], None]) -> None:
         """Call a function between two works; waiting works are hidden from it."""
-        behind, self._jobs = self._jobs, deque()
+        behind, self.jobs = self.jobs, deque()
         try:
             callback()
         except Exception as failure:  # noqa: BLE001 - as above
             self._on_failure(failure)
         finally:
-            self._jobs.extend(behind)
+            self.jobs.extend(behind)
 
     def _is_done(self, job: _Job, has_time: HasTime) -> bool:
         """Take at least one step of a job, to its end or until there is no time."""
@@ -200,7 +199,7 @@ class Works(WorkQueue):
 
     async def in_turn(self, call: Callable[[], ResultT]) -> ResultT:
         """Call a function between two works; returns its result."""
-        if not self.is_busy:
+        if not self.jobs:
             return call()
         result: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
 
@@ -231,12 +230,12 @@ class Works(WorkQueue):
         return has_time
 
     def _begin_task(self) -> None:
-        if self._task is None and self.is_busy:
+        if self._task is None and self.jobs:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
         try:
-            while self.is_busy:
+            while self.jobs:
                 waiting = self.waits_for
                 if waiting is not None:
                     await arrival(waiting)

@@ -19,8 +19,8 @@ WORK_MUTANTS = (
         "an event is decided in the middle of another's work",
         "S15",
         "ps_server/service/work_queue.py",
-        "        is_next = not self._jobs\n        self._jobs.append(_Job(work, on_end))",
-        "        is_next = not self._is_running\n        self._jobs.appendleft(_Job(work, on_end))",
+        "        is_next = not self.jobs\n        self.jobs.append(_Job(work, on_end))",
+        "        is_next = not self._is_running\n        self.jobs.appendleft(_Job(work, on_end))",
         ("steps", "failover"),
     ),
     Mutant(

@@ -57,11 +57,11 @@ class SimWorks:
     @property
     def is_busy(self) -> bool:
         """See `Works`, as all of these."""
-        return self._queue.is_busy
+        return bool(self._queue.jobs)
 
     def begin(self, work: Work[None]) -> None:
         self._queue.add(work, self._has_time_to_begin())
-        if self._queue.is_busy:
+        if self._queue.jobs:
             self._go_on()
 
     def done(self, work: Work[object], on_end: Callable[[object], None]) -> None:
@@ -69,11 +69,11 @@ class SimWorks:
         self._go_on()
 
     def between(self, callback: Callable[[], None]) -> None:
-        self._world.counts["waits for a work"] += self._queue.is_busy
+        self._world.counts["waits for a work"] += bool(self._queue.jobs)
         self._queue.between(callback)
 
     def finish(self) -> None:
-        if self._queue.is_busy:
+        if self._queue.jobs:
             self._world.counts["works that were finished for others"] += 1
             self._queue.finish()
 
@@ -106,7 +106,7 @@ class SimWorks:
         return self._pauses_s <= 0.0
 
     def _go_on(self) -> None:
-        if self._queue.is_busy and not self._is_due:
+        if self._queue.jobs and not self._is_due:
             self._is_due = True
             if self.is_stuck:
                 for_s = self._stuck_until_s - self._world.now_s

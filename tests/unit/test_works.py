@@ -46,7 +46,7 @@ def test_without_a_loop_all_is_done_at_once() -> None:
     bench = Bench()
     bench.begin("a", 100)
     assert bench.lines[-1] == "a ends"
-    assert not bench.works.is_busy
+    assert not bench.works.jobs
 
 
 def test_a_long_work_goes_on_in_other_turns_and_who_comes_waits() -> None:
@@ -56,7 +56,7 @@ def test_a_long_work_goes_on_in_other_turns_and_who_comes_waits() -> None:
         assert bench.lines[-1] == "a ends"
         bench.begin("b", FEW_STEPS + 2)
         assert bench.lines[-1] == f"b{FEW_STEPS - 1}"
-        assert bench.works.is_busy
+        assert bench.works.jobs
         done = asyncio.create_task(bench.works.done(bench.work("c", 1)))
         bench.works.between(lambda: bench.lines.append("between"))
         await bench.works.in_turn(lambda: None)
@@ -77,7 +77,7 @@ def test_others_have_their_turns_between_two_steps() -> None:
 
         def look() -> None:
             seen.append(len(bench.lines))
-            if bench.works.is_busy:
+            if bench.works.jobs:
                 loop.call_soon(look)
 
         bench.begin("a", FEW_STEPS + 5)
@@ -111,7 +111,7 @@ def test_a_failure_is_raised_where_somebody_waits_and_said_where_nobody_does() -
         with pytest.raises(ValueError, match="2"):
             await bench.works.done(bench.work("c", 1, failures[2]))
         assert bench.failures == [failures[1]]
-        assert not bench.works.is_busy
+        assert not bench.works.jobs
         bench.begin("d", 1)
         assert bench.lines[-1] == "d ends"
 
@@ -148,7 +148,7 @@ def test_who_waits_has_its_turn_however_much_comes_behind() -> None:
 
         called: list[bool] = []
         bench.works.begin(endless())
-        await bench.works.in_turn(lambda: called.append(bench.works.is_busy))
+        await bench.works.in_turn(lambda: called.append(bool(bench.works.jobs)))
         assert called == [False]
 
     asyncio.run(asyncio.wait_for(whole(), 30.0))
