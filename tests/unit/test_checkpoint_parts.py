@@ -363,10 +363,10 @@ def test_a_cut_that_comes_late_is_no_stall(tmp_path: Path) -> None:
     """The store's time counts from when training waits for it."""
 
     async def drive(server: Server) -> None:
-        server.begin_parts(0, stall_s=0.2)
+        server.begin_parts(0, stall_s=0.6)
         server.propose()
         server.cut(1)  # which nobody has reached
-        asyncio.get_running_loop().call_later(0.6, server.step, 1)
+        asyncio.get_running_loop().call_later(1.0, server.step, 1)
         report = await server.report()
         assert not report.problem
         assert list(server.values(report).values()) == [{-1.0}] * BLOCKS
