@@ -31,6 +31,11 @@ from tests.unit.cluster_harness import Harness
 LATE = "server-1-1.safetensors"
 
 
+def edge(cluster: Cluster, given_up: Sequence[str] = ()) -> Checkpointing:
+    metrics = SchedulerMetrics(CollectorRegistry())
+    return Checkpointing(cluster, CheckpointPolicy(), lambda it: it.reply, metrics, given_up)
+
+
 async def removals() -> None:
     """All that was begun has ended."""
     own = asyncio.current_task()
@@ -51,12 +56,7 @@ def test_what_is_written_late_into_its_directory_goes_too(
     )
 
     async def live() -> None:
-        checkpointing = Checkpointing(
-            Harness(checkpoint_url=str(tmp_path)).cluster,
-            CheckpointPolicy(),
-            lambda decision: decision.reply,
-            SchedulerMetrics(CollectorRegistry()),
-        )
+        checkpointing = edge(Harness(checkpoint_url=str(tmp_path)).cluster)
         given_up.mkdir()
         checkpointing.published(came_to, 0.0)
         await removals()
@@ -115,12 +115,7 @@ def test_whatever_keeps_its_manifest_from_being_made_is_the_failure_of_this_one_
 
 def test_who_waits_for_one_that_a_restore_ended_registers_again(tmp_path: Path) -> None:
     async def live() -> None:
-        checkpointing = Checkpointing(
-            Harness(checkpoint_url=str(tmp_path)).cluster,
-            CheckpointPolicy(),
-            lambda decision: decision.reply,
-            SchedulerMetrics(CollectorRegistry()),
-        )
+        checkpointing = edge(Harness(checkpoint_url=str(tmp_path)).cluster)
         checkpointing.end()
         with pytest.raises(Fenced, match="a restore has replaced the cluster") as refusal:
             await checkpointing.create(scheduler_pb2.CreateCheckpointRequest(), math.inf)
@@ -138,10 +133,6 @@ def test_a_restore_leaves_no_file_of_one_that_was_under_way(tmp_path: Path) -> N
     under_way = harness.cluster.view.checkpoint
     assert under_way is not None
     unfinished = tmp_path / under_way.url.rpartition("/")[2]
-
-    def edge(cluster: Cluster, given_up: Sequence[str] = ()) -> Checkpointing:
-        metrics = SchedulerMetrics(CollectorRegistry())
-        return Checkpointing(cluster, CheckpointPolicy(), lambda it: it.reply, metrics, given_up)
 
     async def live() -> None:
         before = edge(harness.cluster)
@@ -162,12 +153,7 @@ def test_a_restore_leaves_no_file_of_one_that_was_under_way(tmp_path: Path) -> N
 
 def test_a_manifest_that_a_restore_overtakes_and_that_fails_leaves_nothing(tmp_path: Path) -> None:
     async def live() -> None:
-        checkpointing = Checkpointing(
-            Harness(checkpoint_url=str(tmp_path)).cluster,
-            CheckpointPolicy(),
-            lambda decision: decision.reply,
-            SchedulerMetrics(CollectorRegistry()),
-        )
+        checkpointing = edge(Harness(checkpoint_url=str(tmp_path)).cluster)
         directory = tmp_path / "00000001-c"
         directory.mkdir()
         lacks_a_part = Attempt(

@@ -165,18 +165,23 @@ def test_segments_that_begin_later_name_no_removed_table(tmp_path: Path) -> None
     ran(scene)
 
 
+async def remove_the_second(server: LoggedServer, tables: tuple[Table, ...]) -> None:
+    """A step with both tables; then one is removed, and all that follows is written."""
+    server.node.observe(replace(server.view, view_number=2, tables=tables))
+    await server.push(1)
+    server.node.observe(replace(server.view, view_number=3, next_table_id=3))
+    for _ in range(RANGES + 1):
+        server.node.tick()
+        await server.written()
+
+
 def test_a_segment_begins_that_names_no_removed_table(tmp_path: Path) -> None:
     """Else a server that is started again has to make room for what the machine may not hold."""
 
     async def scene() -> None:
         server = LoggedServer(tmp_path, 1, Setting())
         tables = (server.table, of_another_run(server))
-        server.node.observe(replace(server.view, view_number=2, tables=tables))
-        await server.push(1)
-        server.node.observe(replace(server.view, view_number=3, next_table_id=3))
-        for _ in range(RANGES + 1):
-            server.node.tick()
-            await server.written()
+        await remove_the_second(server, tables)
         assert server.log.segments.newest == 2
         expected = server.values
         await server.end()
@@ -195,12 +200,7 @@ def test_a_small_run_that_is_removed_begins_no_segment(tmp_path: Path) -> None:
     async def scene() -> None:
         server = LoggedServer(tmp_path, 1, Setting())
         tables = (server.table, replace(of_another_run(server), spec=a_small_spec(server)))
-        server.node.observe(replace(server.view, view_number=2, tables=tables))
-        await server.push(1)
-        server.node.observe(replace(server.view, view_number=3, next_table_id=3))
-        for _ in range(RANGES + 1):
-            server.node.tick()
-            await server.written()
+        await remove_the_second(server, tables)
         assert server.log.segments.newest == 1
         assert {table_id for table_id, _ in server.node.shards.stores} == {MODEL}
         await server.end()
