@@ -8,6 +8,8 @@ Rules:
     - A shard is read once for each time that it is served.
     - A shard is handed over when no other server has anything of its range: backups get the range
       when they join anew, after its last table.
+    - A range that was taken over is read when the update log, if there is one, has what the former
+      primary had of it, and the scheduler knows.
     - A range of which nothing is to come any more, since its tables failed, is like any other. A
       thread that reads a shard goes on when its table fails: until it has ended, the range is not
       copied.
@@ -26,6 +28,9 @@ Key = tuple[TableId, RangeId]
 
 class Replicas(Protocol):
     """The backups of a server's ranges; see `Primary` for each of these."""
+
+    def may_load(self, range_id: RangeId) -> bool:
+        """False while the update log must have first what the range has already (S13)."""
 
     def close_only(self, range_ids: Collection[RangeId]) -> None:
         """Values of these ranges, and of no others, are about to come from a checkpoint."""
@@ -55,6 +60,7 @@ class RestoredRanges:
         self._begun &= missing
         self._ready = {key: each for key, each in self._ready.items() if key in missing}
         if self._replicas is not None:
+            missing = {key for key in missing if self._replicas.may_load(key[1])}
             self._replicas.close_only({range_id for _, range_id in missing} | self._being_read)
         keys = sorted(missing - self._begun)
         self._begun |= set(keys)

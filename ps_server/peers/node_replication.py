@@ -284,7 +284,7 @@ class ReplicatedRanges:
         ranges = self.logged.written(written.numbers)
         self.release(ranges)
         self.log_has_space()
-        if any(self.replication.primaries[range_id].log.candidates for range_id in ranges):
+        if any(not self.replication.primaries[r].log.is_confirmed for r in ranges):
             self._ask_at_once()
 
     def _encoding(self, record: LogRecord) -> Work[None]:
@@ -329,6 +329,10 @@ class ReplicatedRanges:
     def close_only(self, range_ids: Collection[RangeId]) -> None:
         """See `Replication.close_only`."""
         self.replication.close_only(range_ids)
+
+    def may_load(self, range_id: RangeId) -> bool:
+        """See `Replication.may_load`."""
+        return self.replication.may_load(range_id)
 
     def is_without_replicas(self, range_id: RangeId) -> bool:
         """See `Primary.is_without_replicas`; True for a range that is not served here."""

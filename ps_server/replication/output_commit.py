@@ -277,7 +277,7 @@ class OutputCommit:
         and while a candidate, which knows of no such change, may be made primary in this place. Of
         tables that have blocks in a missing range, only outcomes: that range may be beyond, too.
         """
-        if self._replication.waits or self._replication.has_candidates:
+        if self._replication.waits or self._replication.has_unconfirmed:
             return ()
         untold = {table_id for table_id, _ in self._untold}
         prepared = [p for p in self._machine.prepared_changes if p.table_id not in untold]

@@ -9,7 +9,8 @@ Rules:
       was not paused, one that makes no progress with unacknowledged records, whatever it grants,
       and the former primary's.
     - The former primary's are left out only when the update log, if there is one, has all of the
-      range: until then the range comes back with the former primary's log. Values that are about to
+      range: until then the range comes back with the former primary's log. If there are none, the
+      scheduler is asked all the same, so that it knows. Values that are about to
       come without a record are not waited for: they come only when no other server has any.
     - A server that is catching up counts when it is nearly there, so that it can catch up while
       steps go on; the scheduler is asked for it when it has all that anybody may have seen.
@@ -172,8 +173,9 @@ class Primary:
         """True if no other server counts, and no decision waits except for more servers, or for a
         snapshot of these values in the update log.
         """
-        is_done = self.log.is_drained or self.log.is_short or self.log.needs_snapshot
-        return not self.log.backups and not self._catching_up and is_done
+        log = self.log
+        is_done = log.is_drained or log.is_short or log.needs_snapshot
+        return not log.backups and not self._catching_up and is_done and not log.must_be_known
 
     def replaced(self, *, is_last: bool) -> None:
         """Values came without a record: servers that join, after the last, are given them."""
@@ -256,12 +258,12 @@ class Primary:
         else:
             self._include()
             log = self.log
-            if log.candidates and not (log.is_logged or self._is_closed):
+            if not log.is_confirmed and not log.is_logged:
                 return None
             ready = {n for n in log.backups if log.acked_by(n) >= log.shown}
             wanted = ((self._configured | ready) & living) - log.candidates
             wanted = frozenset() if self._is_closed else wanted
-            if wanted == self._configured:
+            if wanted == self._configured and not log.may_go_back:
                 return None
             self._asked = self._in_question = wanted
         check(self._asked <= set(self.log.backups), "PR-1", f"{self._asked} do not count")

@@ -279,7 +279,7 @@ class Replication:
                 self.renewed.add(range_id)
             return
         # Else another may have been primary, whom the backups or a former replica here have heard.
-        is_alone = not assignment.backups and range_id not in self._former
+        is_alone = not (assignment.backups or range_id in self._former or self._has_update_log)
         is_first = assignment_epoch in (assignment.placed_epoch, PLACED_EPOCH) or is_alone
         if replica is None and is_first and self._may_begin(assignment):
             self._had[range_id] = assignment_epoch
@@ -357,9 +357,9 @@ class Replication:
         return min(times_s, default=math.inf) - now_s
 
     @property
-    def has_candidates(self) -> bool:
-        """True if others may be made primary of some range in this server's place."""
-        return any(primary.log.candidates for primary in self.primaries.values())
+    def has_unconfirmed(self) -> bool:
+        """True if others may be made primary of some range with what was before this server was."""
+        return any(not primary.log.is_confirmed for primary in self.primaries.values())
 
     # --- a primary
 
@@ -453,6 +453,11 @@ class Replication:
         snapshot = yield from self._copying(log)
         log.begin_logged_snapshot()
         return snapshot
+
+    def may_load(self, range_id: RangeId) -> bool:
+        """False while the update log must have first what a range has that was taken over."""
+        primary = self.primaries.get(range_id)
+        return primary is None or not primary.log.must_be_known
 
     def close_only(self, range_ids: Container[RangeId]) -> None:
         """Values of these ranges, and of no others, are about to come without a record."""

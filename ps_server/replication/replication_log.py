@@ -11,6 +11,8 @@ Rules:
     - A promoted primary has as candidates the former primary and its other backups, which may be a
       record behind or ahead, and be made primary in its place. While there are any it releases
       nothing; it asks the scheduler to leave them out, and they join anew.
+    - If it was promoted alone, and keeps an update log, the range may go back to the former
+      primary's log. It releases nothing until the scheduler knows that its own has the range.
     - A deposed primary that is primary again goes on with all its decisions, under another term;
       its candidates are the servers that could have been primary in its place.
     - While fewer than `min_in_sync` configured servers hold the range, nothing more is committed.
@@ -60,6 +62,8 @@ class RangeLog:
         number: of the newest record.
         released: the number up to which everything was released, and may have been seen.
         candidates: servers that held the range under the former primary, and are not left out yet.
+        may_go_back: True while the range may be given to the former primary's update log, though
+            there are no candidates.
         is_written: True if records go to the update log, which has all before them.
     """
 
@@ -84,12 +88,14 @@ class RangeLog:
         self._is_past = False  # something was decided, and carried out, without a record
         self._anew = 0  # values that came without a record are in no copy of an earlier number
         self.candidates: frozenset[NodeId] = frozenset()
+        self.may_go_back = False
         self._written: int | None = None
         self.is_written = False
 
     def inherit(self) -> None:
         """Take the backups as candidates: they were the former primary's."""
         self.candidates = frozenset(self._acked)
+        self.may_go_back = not self._acked and not self.is_logged
         self._configured_count = 0
 
     def resume(self, assignment_epoch: AssignmentEpoch, candidates: Iterable[NodeId]) -> None:
@@ -97,8 +103,8 @@ class RangeLog:
         self.assignment_epoch = self.term = assignment_epoch
         self._acked = dict.fromkeys(candidates, self.number)
         self._lease.clear()
-        self.inherit()
         self.lose_logged_snapshot()  # what the update log has is of the term before
+        self.inherit()
         for entry in self._entries:
             if entry.record is not None:
                 entry.record = entry.record._replace(term=assignment_epoch)
@@ -134,6 +140,16 @@ class RangeLog:
     def is_short(self) -> bool:
         """True if too few servers hold the range for anything to be committed."""
         return self._configured_count + 1 < self._min_in_sync
+
+    @property
+    def is_confirmed(self) -> bool:
+        """True if no other server can be made primary with what was decided before this one was."""
+        return not self.candidates and not self.may_go_back
+
+    @property
+    def must_be_known(self) -> bool:
+        """True if the scheduler must know first that the update log has the range."""
+        return self._written is not None and not self.is_confirmed
 
     @property
     def is_alone(self) -> bool:
@@ -182,7 +198,7 @@ class RangeLog:
     def release(self, now_s: float) -> list[object]:
         """Effects that may be carried out now, in order (RL-1, RL-2)."""
         out: list[object] = []
-        if not self._entries or self.candidates or not self.may_serve(now_s):
+        if not self._entries or not self.is_confirmed or not self.may_serve(now_s):
             return out
         committed = self.committed
         while self._entries and self._entries[0].number <= committed:
@@ -285,6 +301,7 @@ class RangeLog:
         self.assignment_epoch = assignment_epoch
         wanted = set(backups)
         self.candidates &= wanted
+        self.may_go_back = False
         self._configured_count = len(wanted - self.candidates)
         check(wanted <= self._acked.keys(), "RL-2", f"{wanted} were not all asked for")
         for backup in self._acked.keys() - wanted:

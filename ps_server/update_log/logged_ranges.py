@@ -8,7 +8,8 @@
 
 Rules:
     - A snapshot is taken between two events, like the copy for a backup that joins. None is taken
-      of a range to which values of a checkpoint are about to come.
+      of a range to which values of a checkpoint are about to come. They come to a range that was
+      taken over only when the scheduler knows that the log has it.
 
 Invariants:
     LOG-2  A range that is not given back to a server is ended in its log, and not gone on with. One
@@ -99,7 +100,9 @@ class LoggedRanges:
             if self._writer.is_busy:
                 return
             primary = primaries.get(range_id)
-            if primary is not None and not primary.is_closed and range_id not in awaiting:
+            if primary is None or primary.is_closed:
+                continue
+            if range_id not in awaiting or primary.log.must_be_known:
                 snapshot = yield from self._output.snapshotting_for_log(range_id)
                 self._terms[range_id] = snapshot.term
                 yield from self._writer.write_snapshot(snapshot)

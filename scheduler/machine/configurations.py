@@ -379,7 +379,7 @@ class Configurations:
                 promoted_epoch = self._state.ranges[old.range_id].assignment_epoch
                 source = replace(source, promoted_epoch=promoted_epoch)
             self._state.log_sources[old.range_id] = source
-            if not new.backups:  # it has nobody to leave out, and asks for nothing
+            if not new.backups and not self._has_log(chosen):  # it asks for nothing
                 self._confirm(old.range_id, chosen)
             taken.setdefault(old.primary, {})[old.range_id] = chosen
         return [
@@ -411,6 +411,8 @@ class Configurations:
             joining = [node_id for node_id in old.catching_up if node_id in servers.members]
             added = self._added(old, old.primary, servers)
             is_too_much = len(old.backups) + len(joining) + len(added) > 2 * self._backup_count
+            if is_too_much and self._is_unconfirmed(old.range_id):
+                continue  # its next epoch tells the primary that it is confirmed
             if is_too_much:  # for a view (VS-1): drop the silent, and void their epoch
                 joining = [node_id for node_id in joining if node_id in servers.living]
                 if len(old.backups) + len(joining) + len(added) > 2 * self._backup_count:

@@ -368,6 +368,12 @@ class LoggedServer(ReplicatedServer):
         self.logged = LoggedRanges(self.log, self.replication, self.output)
         self.log.open(self)
 
+    def _shown(self, log: RangeLog) -> int:
+        """With a log nothing but a read is decided without a record, while too few hold the range:
+        nobody misses that it was.
+        """
+        return log.released
+
     # --- its life, and its disk
 
     def kill(self) -> None:

@@ -29,6 +29,7 @@ from ps_server.replication.output_commit import CommittedEffect, OutputCommit
 from ps_server.replication.peer_pacing import BEATS_A_LEASE, PeerPacing
 from ps_server.replication.peer_queues import PeerQueues
 from ps_server.replication.range_roles import Replication
+from ps_server.replication.replication_log import RangeLog
 from ps_server.values.mutations import Assigned, KeptSum, Mutation, Put
 from ps_server.values.store_copy import StoreCopy
 from tests.sim.arithmetic import Numbers, Sum
@@ -266,7 +267,7 @@ class ReplicatedServer(SimServer):
         """The first moment at which it could show something of the range."""
         log = self.replication.primaries[range_id].log
         is_new = self._terms.get(range_id) != log.term
-        if is_new and not log.candidates and log.may_serve(self.now_s):
+        if is_new and log.is_confirmed and log.may_serve(self.now_s):
             self._terms[range_id] = log.term
             self.world.counts["ranges taken over"] += self.world.now_s > 0
             self._check_stepped(range_id)
@@ -479,8 +480,12 @@ class ReplicatedServer(SimServer):
         }:
             log = self.replication.primaries[range_id].log
             self._begin(range_id)
-            self.watch.seen(self, range_id, log.released + log._is_past)
+            self.watch.seen(self, range_id, self._shown(log))
         yield from super()._doing(committed)
+
+    def _shown(self, log: RangeLog) -> int:
+        """Up to which record a copy must have the range, to have all that somebody saw."""
+        return log.released + log._is_past
 
     def _putting(self, change: Put) -> Work[None]:
         record = change.record

@@ -473,8 +473,8 @@ REPLICATION_MUTANTS = (
         "who is primary again has no candidates",
         "S8",
         _LOG,
-        "        self.inherit()\n        self.lose_logged_snapshot()",
-        "        self._acked.clear()\n        self.lose_logged_snapshot()",
+        "the term before\n        self.inherit()",
+        "the term before\n        self._acked.clear()",
         _AWAY,
     ),
     Mutant(

@@ -101,7 +101,7 @@ class Watch:
         self._newest[range_id] = term, server.node_id
         for other in self._servers.values():
             primary = other.replication.primaries.get(range_id)
-            if other is server or primary is None or primary.log.candidates or other.is_dead:
+            if other is server or primary is None or not primary.log.is_confirmed or other.is_dead:
                 continue
             assert not primary.log.may_serve(other.now_s), (
                 f"G2: {server.node_id} begins to serve range {range_id} and {other.node_id} still "
@@ -251,7 +251,8 @@ class Watch:
             return  # it waits for its update log, as whatever is seen of the range does (S13)
         logs = (each.log for each in primaries.values())
         acked = tuple(log.acked_by(peer) for log in logs if peer in log.backups)
-        progress = _taken_bytes(server, peer), acked
+        # Under another epoch it asks anew: the scheduler may have been away since it did.
+        progress = _taken_bytes(server, peer), acked, primary.log.assignment_epoch
         for_s = 0.0 if before is None or before[0] != progress else before[1] + TICK_S
         self._lags[key] = progress, for_s
         is_asked = primary._asked is not None and peer not in primary._asked

@@ -13,7 +13,7 @@ import pytest
 
 from ps_core.cluster_view import RangeAssignment, Session
 from ps_core.errors import Fenced
-from ps_core.keys import NodeId
+from ps_core.keys import AssignmentEpoch, NodeId
 from tests.sim.calamities import Calamities, Plan
 from tests.sim.departing import ASK_AGAIN_S, TELLS, Departing, Departures
 from tests.sim.logged import LoggedServer
@@ -103,8 +103,11 @@ class DepartureLogSimulation(Departing, LogSimulation):
             return False
         server, range_id = self.servers[assignment.primary], assignment.range_id
         assert isinstance(server, LoggedServer)
-        seen = self.watch.seen_of(range_id)
-        return seen is None or server.log.goes_beyond(range_id, *seen)
+        seen, log = self.watch.seen_of(range_id), server.log
+        if seen is None or log.goes_beyond(range_id, *seen):
+            return True
+        term, number = seen
+        return log.has(range_id, AssignmentEpoch(term), number)
 
 
 class DepartureReplacementSimulation(Departing, ReplacementSimulation):

@@ -410,7 +410,7 @@ class FailoverSimulation(ScheduledSimulation):
             len(holders) == min(self.plan.replica_count, len(self.living))
             and not any(holder.is_dead for holder in holders)
             and serving is not None
-            and not serving.log.candidates
+            and serving.log.is_confirmed
             and all(  # one that was deposed is suspended until its heir has left it out (S8)
                 range_id in self.servers[backup].replication.replicas
                 for backup in assignment.backups

@@ -179,7 +179,7 @@ class AwaySimulation(FailoverSimulation):
         if any(self._behind(server, view) for server in self.living):
             return False
         held_up = (s.replication for s in self.living)
-        if any(each.waits or each.has_candidates for each in held_up):  # it must hear the scheduler
+        if any(each.waits or each.has_unconfirmed for each in held_up):  # it waits for who is away
             return False
         for worker in self.workers:
             if worker.layout.epoch != self.layout.epoch:

@@ -339,8 +339,11 @@ class TimelineServer(ReplicatedServer):
                 self.works.between(self._hand_over)
                 return
 
+    def may_load(self, range_id: RangeId) -> bool:
+        """As `ReplicatedRanges`, as all of these."""
+        return self.replication.may_load(range_id)
+
     def close_only(self, range_ids: Collection[RangeId]) -> None:
-        """As `ReplicatedRanges`, as both of these."""
         self.replication.close_only(range_ids)
 
     def is_without_replicas(self, range_id: RangeId) -> bool:

@@ -149,28 +149,34 @@ def test_a_range_that_is_taken_over_waits_for_its_base() -> None:
     server.paper.is_busy = False
     at_once(server.logged.looking())
     assert server.paper.lines == [("snapshot", 0, 1)]
-    assert server.says(record) == ["done"]
+    assert server.says(record) == []
+    server.see((ME, epoch(4), ()), (OTHER, PLACED_EPOCH, ()), term=epoch(3))
+    assert server.replication.release(0.0, [ZERO]) == ["done"]
 
 
-def test_a_range_is_taken_over_when_the_log_has_it() -> None:
+@pytest.mark.parametrize("others", [(OTHER,), ()])
+def test_a_range_is_taken_over_when_the_log_has_it(others: tuple[NodeId, ...]) -> None:
     """Until then the former primary's log brings it back, if all servers die (S13)."""
     server = Server()
     server.see((OTHER, PLACED_EPOCH, (ME,)))
-    server.see((ME, epoch(3), (OTHER,)))
+    server.see((ME, epoch(3), others))
     assert server.replication.backup_requests(0.0) == []
     assert server.logged.written({(ZERO, epoch(3)): 0}) == [ZERO]
     expected = BackupRequest(ZERO, epoch(3), frozenset())
     assert server.replication.backup_requests(0.1) == [expected]
 
 
-def test_values_that_come_from_a_checkpoint_do_not_wait_for_the_log() -> None:
-    """They come only when no other server has any of the range, and the log has it after them."""
+def test_values_of_a_checkpoint_wait_until_the_log_has_a_range_that_was_taken_over() -> None:
+    """It may have other tables: if its server dies meanwhile, the former primary's log has them."""
     server = Server()
     server.see((OTHER, PLACED_EPOCH, (ME,)))
-    server.see((ME, epoch(3), (OTHER,)), looks=False)
-    server.replication.close_only({ZERO})
-    (request,) = server.replication.backup_requests(0.0)
-    assert request.backups == frozenset()
+    server.see((ME, epoch(3), (OTHER,)))
+    assert server.paper.lines == [("snapshot", 0, 0)]
+    assert not server.replication.may_load(ZERO)
+    server.logged.written({(ZERO, epoch(3)): 0})
+    assert not server.replication.may_load(ZERO)
+    server.see((ME, epoch(4), ()), term=epoch(3))
+    assert server.replication.may_load(ZERO)
 
 
 def test_the_word_of_another_tenure_says_nothing() -> None:
@@ -178,6 +184,7 @@ def test_the_word_of_another_tenure_says_nothing() -> None:
     server.see((OTHER, PLACED_EPOCH, (ME,)))
     server.see((ME, epoch(3), ()))
     record = server.decide()
+    server.see((ME, epoch(4), ()), term=epoch(3))
     assert server.says(record._replace(term=PLACED_EPOCH)) == []
     assert server.says(record) == ["done"]
 
@@ -264,11 +271,14 @@ def test_what_is_served_here_again_is_ended_before_it_begins() -> None:
 
 
 def test_what_nobody_has_seen_begins_anew() -> None:
-    """The scheduler gives it to a server that came with the log of its only primaries."""
+    """The scheduler gives it to a server that came with the log of its only primaries. A server
+    that was promoted alone sees the same, so it waits for its log in both cases.
+    """
     server = Server()
     server.replication.recover([])
     server.see((ME, epoch(3), ()), begins_anew=True)
-    assert server.paper.lines == [("begin", 0, 0)]
+    assert server.paper.lines == [("snapshot", 0, 0)]
+    assert not server.log().is_confirmed
 
 
 def test_without_a_log_of_before_only_what_is_placed_begins() -> None:

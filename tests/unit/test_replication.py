@@ -229,6 +229,28 @@ def test_one_that_is_promoted_lets_nothing_be_seen_before_the_other_backups_are_
     assert log.release(LEASE_S) == ["a read"]
 
 
+@pytest.mark.parametrize("sees_it_placed", [True, False])
+def test_one_that_is_promoted_alone_lets_nothing_be_seen_before_its_log_is_known_to_have_it(
+    *, sees_it_placed: bool
+) -> None:
+    """Until then the range may be given to the log of the former primary, which has left (S13)."""
+    two = Replication(TWO, ServerMachine(TWO, 1), LEASE_S, has_update_log=True)
+    if sees_it_placed:
+        two.observe(view(1, (PLACED_EPOCH, ONE, (TWO,), ())), 0.0)
+    two.observe(given(3, TWO), 0.0)
+    two.serve(LEASE_S)
+    log = two.primaries[RANGE].log
+    assert two.backup_requests(LEASE_S) == []
+    log.follow(["a read"])
+    log.begin_logged_snapshot()
+    log.written(log.number)
+    assert log.release(LEASE_S) == []
+    assert two.backup_requests(LEASE_S) == [BackupRequest(RANGE, AssignmentEpoch(3), frozenset())]
+    two.observe(given(4, TWO), LEASE_S)
+    assert log.release(LEASE_S) == ["a read"]
+    assert two.backup_requests(LEASE_S) == []
+
+
 def test_heirs_are_told_nothing_and_do_not_count() -> None:
     """Of what it is given a promoted server tells nobody where too few will hold it: reads would
     wait for that until another has joined.

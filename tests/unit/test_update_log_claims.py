@@ -63,13 +63,18 @@ def test_it_is_given_what_the_last_primary_with_that_log_had() -> None:
 
 
 class PowerCut(Logged):
-    """Both servers die within a lease: the scheduler promotes the second, which is dead, too."""
+    """Both servers die within a lease, or one after the other was told to stop and has left: the
+    scheduler promotes the second, which is dead, too.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_left: bool = False) -> None:
         super().__init__(replica_count=2)
         self.had, self.others = self.of(self.first), self.of(self.second)
-        self.pass_time(1.0, self.second, self.worker)
-        self.promote()
+        if has_left:
+            self.leave(self.first)
+        else:
+            self.pass_time(1.0, self.second, self.worker)
+            self.promote()
         assert self.of(self.second) == tuple(map(RangeId, range(RANGES)))
 
     def promote(self) -> None:
@@ -174,13 +179,25 @@ class TestPowerCut:
         cut.come(TWO, *cut.others, timeline=SETTINGS.timeline if claims else b"")
         assert lost(cut) == ([cut.had] if claims else [])
 
-    def test_one_that_nobody_has_to_leave_may_have_acknowledged_more(self) -> None:
-        """It asks for no configuration: it is alone, and serves."""
-        cluster = Logged(replica_count=2)
-        had = cluster.of(cluster.first)
-        cluster.leave(cluster.first)
-        assert cluster.of(cluster.second) == tuple(map(RangeId, range(RANGES)))
-        assert cluster.of(cluster.come(ONE, *had)) == ()
+    @pytest.mark.parametrize("is_configured", [False, True])
+    def test_one_that_was_promoted_alone_is_the_last_primary_when_its_log_has_the_range(
+        self, *, is_configured: bool
+    ) -> None:
+        """Until it says so the log of the one that has left counts."""
+        cut = PowerCut(has_left=True)
+        if is_configured:
+            cut.configure(cut.second)
+        again = cut.come(ONE, *cut.had)
+        assert cut.of(again) == (() if is_configured else cut.had)
+        assert lost(cut) == []
+
+    def test_a_log_is_waited_for_whose_server_has_left(self) -> None:
+        """Whoever was promoted alone came with its log too soon for that to have the range."""
+        cut = PowerCut(has_left=True)
+        cut.start_again()
+        assert cut.of(cut.come(TWO, *cut.others)) == cut.others
+        assert lost(cut) == []
+        assert cut.of(cut.come(ONE, *cut.had)) == cut.had
 
     def test_a_log_without_the_end_of_an_earlier_term_is_of_no_use(self) -> None:
         """It was to have one, when its server died, which had joined the range again since."""
