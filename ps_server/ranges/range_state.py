@@ -225,7 +225,7 @@ class RangeState:
 
     @property
     def reached_clock(self) -> int:
-        reached = max(self.clock, self.changed_clock, self.past_reached_clock)
+        reached = max(self.clock, self._unscaled_clock, self.changed_clock, self.past_reached_clock)
         for worker in self.workers.values():
             reached = max(reached, worker.sealed_clock, worker.done_clock)
         return reached
@@ -235,10 +235,18 @@ class RangeState:
         """The highest clock of a step that has taken effect. A final seal is none: its step was not
         taken, and the other workers may never take it.
         """
-        reached = max(self.formed_clock, self.changed_clock, self.past_stepped_clock)
+        formed = max(self.formed_clock, self._unscaled_clock)
+        reached = max(formed, self.changed_clock, self.past_stepped_clock)
         for worker in self.workers.values():
             reached = max(reached, worker.stepped_clock)
         return reached
+
+    @property
+    def _unscaled_clock(self) -> int:
+        """Of a sum that waits for its scale; 0: there is none. Who takes the range over has it, and
+        hears of its seals only when workers send them again.
+        """
+        return 0 if self.unscaled is None else self.unscaled.clock
 
     @property
     def reached(self) -> ReachedClocks:

@@ -37,6 +37,14 @@ REPLACEMENT_MUTANTS = (
         _REPLACEMENTS,
     ),
     Mutant(
+        "a sum that waits for its scale is no step where the range goes",
+        "S6",
+        _STATE,
+        "        formed = max(self.formed_clock, self._unscaled_clock)\n",
+        "        formed = self.formed_clock\n",
+        ("replacements", "starts-logs"),
+    ),
+    Mutant(
         "who was replaced is forgotten with a step that is held",
         "S6",
         _STATE,

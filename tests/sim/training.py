@@ -42,6 +42,7 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
         yield from begin_anew(worker, truth, clocks)
     for table_id in worker.dropped:
         clocks.pop(table_id, None)
+    firsts = dict(clocks)
     may_leave_by_it = not worker.layout.settings.groups.leaders
     leaves_by_its_step = worker.world.draw.random() < 0.3 and may_leave_by_it  # else by another
     stays = list(worker.layout.tables)
@@ -54,7 +55,7 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
         newest: dict[TableId, int] = {}
         if not is_last and _may_seal_together(worker, clocks):
             yield from _steps_together(worker, truth, clocks, newest)
-            _leave_out(worker, truth, clocks, newest)
+            _leave_out(worker, firsts, clocks, newest)
             yield from worker.between(worker, True)
             continue
         for table in awake_tables(worker):
@@ -74,7 +75,7 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
             newest[table.table_id] = yield from _pull(worker, truth, table, clock, blocks)
             clocks[table.table_id] = clock
         if not is_last or not leaves_by_its_step:
-            _leave_out(worker, truth, clocks, newest)
+            _leave_out(worker, firsts, clocks, newest)
         yield from worker.between(worker, not is_last)
     for table in stays:
         clock = clocks[table.table_id] + 1
@@ -124,10 +125,13 @@ def _pull(
 
 
 def _leave_out(
-    worker: SimWorker, truth: Truth, clocks: dict[TableId, int], newest: Mapping[TableId, int]
+    worker: SimWorker,
+    firsts: Mapping[TableId, int],
+    clocks: dict[TableId, int],
+    newest: Mapping[TableId, int],
 ) -> None:
-    """As `ps_worker.Client.catch_up`: a clock is left out on all tables, or on none (S7). They are
-    as far apart as a checkpoint had them.
+    """As `ps_worker.Client.catch_up`: a clock is left out on all tables, or on none (S7). They stay
+    as far apart as they were when the worker began.
     """
     counts = skipped_clocks([clock - clocks[table_id] for table_id, clock in newest.items()])
     for table_id, count in zip(newest, counts, strict=True):
@@ -135,8 +139,8 @@ def _leave_out(
         worker.world.counts["clocks left out"] += count
     asleep = worker.layout.settings.asleep
     awake = {table_id: clock for table_id, clock in clocks.items() if table_id not in asleep}
-    taken = {clock - truth.restored.get(table_id, 0) for table_id, clock in awake.items()}
-    assert len(taken) == 1, f"S7: worker {worker.rank} is at {clocks}, from {truth.restored}"
+    taken = {clock - firsts[table_id] for table_id, clock in awake.items()}
+    assert len(taken) == 1, f"S7: worker {worker.rank} is at {clocks}, from {firsts}"
 
 
 def begin_where_the_others_are(
@@ -161,6 +165,8 @@ def begin_where_the_others_are(
             worker.window.seal(table.table_id, clock, ranges, StepTerms(skip=True))
         clocks[table.table_id] = newest
         worker.layout.settings.steps(table, newest)
+    taken = {clocks[t.table_id] - first for t, first in zip(stepped, firsts, strict=True)}
+    worker.world.counts["joined tables that were far apart"] += len(taken) > 1
     for table in tables:
         truth.sealed[table.table_id, worker.incarnation] = clocks[table.table_id]
     for table in tables:

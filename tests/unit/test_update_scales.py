@@ -13,6 +13,7 @@ from ps_core.consistency import Mode, parsed
 from ps_core.errors import AlreadyPast, InvalidConfig, UpdateFailed
 from ps_core.keys import Incarnation, NodeId
 from ps_core.ledger import Ending, Outcome, ReplyKind
+from ps_core.sliced_work import at_once
 from ps_core.tables.optimizers import OptimizerKind
 from ps_server.ranges.events import (
     Accumulate,
@@ -24,6 +25,7 @@ from ps_server.ranges.events import (
     ReplyTo,
     ScaleEvent,
 )
+from ps_server.ranges.range_copy import copying, restore
 from tests.unit.machine_harness import (
     PLACE,
     Bench,
@@ -76,6 +78,15 @@ def test_the_update_waits_and_everybody_is_told_what_the_range_has() -> None:
     assert told(at.effects, 0) == told(at.effects, 1) == {1: (1.0, 1.0, 0.0, 0.0)}
     assert at.machine.state.clock == 0
     assert set(outcomes(at.effects).values()) == {Outcome.APPLIED}
+
+
+def test_who_takes_the_range_over_knows_that_the_step_was_taken() -> None:
+    """A worker that joins then takes no part in it: it would wait for its end for ever."""
+    at = summed()
+    other = Bench(at.table, workers=2)
+    restore(at_once(copying(at.machine.state)), other.machine.state, at.now_s)
+    state = other.machine.state
+    assert (state.clock, state.stepped_clock, state.reached_clock) == (0, 1, 1)
 
 
 def test_the_first_word_counts_and_the_others_agree() -> None:
