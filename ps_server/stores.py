@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -80,7 +80,8 @@ class Shards:
         received_bytes: payload bytes that came, in messages or in shared memory.
         sent_bytes: those of answers to pulls.
         unchanged_bytes: those that answers left out, since the caller had them.
-        on_change: called with blocks of a shard before they change, or go.
+        watched: the shards of whose changes `on_change` hears.
+        on_change: called with blocks of a watched shard before they change, or go.
         snapshots: blocks to write for a checkpoint before they change, if any.
         pool: the working memory of all stores.
         row_memory: of the rows of all tables.
@@ -100,7 +101,8 @@ class Shards:
         self.sent_bytes = 0
         self.unchanged_bytes = 0
         self._ready: dict[_Key, tuple[SharedValues | None, Store]] = {}  # not here yet
-        self.on_change: Callable[[_Key, Collection[int]], None] = _nobody
+        self.watched: Container[_Key] = ()
+        self.on_change: Callable[[_Key, Collection[int]], None]
         self.snapshots: RangeSnapshots | None = None
         self.lanes = lanes
         self._updates = updates
@@ -238,7 +240,8 @@ class Shards:
 
     def _removing(self, keys: Iterable[_Key]) -> Work[None]:
         for key in keys:
-            self.on_change(key, self.stores[key].blocks)
+            if key in self.watched:
+                self.on_change(key, self.stores[key].blocks)
             del self.stores[key]
             yield
 
@@ -373,7 +376,8 @@ class Shards:
         return ChangeHooks(begin, shared.end_change)
 
     def _before_change(self, key: _Key, blocks: Sequence[int]) -> None:
-        self.on_change(key, blocks)
+        if key in self.watched:
+            self.on_change(key, blocks)
         if self.snapshots is not None:
             self.snapshots.before_change(key, blocks)
 
@@ -445,9 +449,6 @@ class Shards:
         for (owner, _), store in self.stores.items():
             if owner == table_id:
                 store.abandon()
-
-
-def _nobody(*_: object) -> None: ...
 
 
 def _contributions(parts: Sequence[tuple[int, object]]) -> list[tuple[int, Any]]:

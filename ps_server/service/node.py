@@ -191,7 +191,7 @@ class ParameterNode:
         self._tick_waits = False
         self.unread = UnreadAnswers(now)
         self._held = HeldAnswers()
-        self.shards.on_change = self._held.keep
+        self.shards.watched, self.shards.on_change = self._held.reads, self._held.keep
         self.collectives = CollectiveWaits(NodeId(session.node_id))
 
     def replicate(

@@ -333,22 +333,24 @@ class RangeRead:
 
 
 class HeldAnswers:
-    """Answers that are not made yet, by shard: each copies a block before it changes (RA-1)."""
+    """Answers that are not made yet: each copies a block before it changes (RA-1).
+
+    Attributes:
+        reads: by shard.
+    """
 
     def __init__(self) -> None:
-        self._reads: dict[_Key, list[ref[RangeRead]]] = {}
+        self.reads: dict[_Key, list[ref[RangeRead]]] = {}
 
     def hold(self, key: _Key, read: RangeRead) -> None:
-        held = self._reads.setdefault(key, [])
+        held = self.reads.setdefault(key, [])
         if len(held) >= _HELD_ANSWER_COUNT:
             held[:] = [each for each in held if each() is not None]
         held.append(ref(read))
 
     def keep(self, key: _Key, blocks: Collection[int]) -> None:
         """Have these blocks copied, which are about to change, or to go."""
-        if key not in self._reads:
-            return
-        held = self._reads.pop(key)
+        held = self.reads.pop(key)
         left = [each for each in held if (read := each()) is not None and read.keep(blocks)]
         if left:
-            self._reads[key] = left
+            self.reads[key] = left
