@@ -155,11 +155,6 @@ class Decoder(Protocol):
 
 
 def seal_terms(message: parameters_pb2.Seal) -> SealTerms:
-    if len(message.hyperparameters) > limits.MAX_HYPERPARAMETER_COUNT:
-        raise InvalidConfig(
-            f"a seal has {len(message.hyperparameters)} hyperparameters; expected at most "
-            f"{limits.MAX_HYPERPARAMETER_COUNT}"
-        )
     if len(message.edit) > limits.MAX_EDIT_BYTES:
         raise InvalidConfig(
             f"a seal's edit has {len(message.edit)} bytes; expected at most {limits.MAX_EDIT_BYTES}"

@@ -251,8 +251,8 @@ def _twice(entry: Any, table: RawTable) -> None:
 
 
 INVALID_SEALS: dict[str, tuple[Change, tuple[str, ...]]] = {
-    "33 hyperparameters": (_many(33), ("33 hyperparameters; expected at most 32",)),
-    "10,000 hyperparameters": (_many(10_000), ("10000 hyperparameters; expected at most 32",)),
+    "33 hyperparameters": (_many(33), ("has 33 entries; expected at most 32",)),
+    "10,000 hyperparameters": (_many(10_000), ("has 10000 entries; expected at most 32",)),
     "unknown name": (_number("beta1", 0.5), ("sgd has no hyperparameter 'beta1'",)),
     "endless name": (_number("x" * 200_000, 0.5), ("200000 bytes; expected at most 64",)),
     "name twice": (_twice, ("'lr' comes twice",)),
