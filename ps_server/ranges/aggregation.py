@@ -351,8 +351,9 @@ class Aggregation:
             return True
         if not workers:
             return False
-        contributors = [self._records.contributor(w, w.steps[clock]) for w in workers]
-        taken = [w.steps[clock] for w in workers if not w.steps[clock].skip]
+        steps = [worker.steps[clock] for worker in workers]
+        contributors = list(map(self._records.contributor, workers, steps))
+        taken = [step for step in steps if not step.skip]
         blocks = tuple(sorted({block for step in taken for block in step.blocks}))
         hyperparameters = (
             taken[0].hyperparameters if taken else state.table.step_hyperparameters.merged(())

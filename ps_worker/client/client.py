@@ -303,6 +303,7 @@ class Client:
             InvalidConfig: the table starts otherwise, or has its values already.
             InvalidTensor: another dtype or shape than the table's.
         """
+        check_handle(table)
         blocks = _blocks(table, values, slice, copy=copy)
         with table.steps.turn:
             step = self.tables.begin_assign(table)
@@ -793,7 +794,6 @@ def _blocks(
     table: TableHandle, values: Values | Mapping[str, Values], part: TableSlice, *, copy: bool
 ) -> list[BlockValues]:
     """The blocks of a push, all checked before the first of them leaves."""
-    check_handle(table)
     runs = runs_of(table.table, values, part)
     if copy:
         runs = [ElementRun(run.begin, run.end, run.raw.copy()) for run in runs]

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from ps_core.cluster_view import ClusterView, Role, Session
 from ps_core.collective_calls import Round, Share, joined_after
@@ -285,7 +285,7 @@ class Engine:
         return await self._until_failure(self.collectives.enter(share, deadline_s))
 
     async def _until_failure(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        task = cast("asyncio.Task[Any]", asyncio.current_task())
+        task: Any = asyncio.current_task()
         self._in_flight.add(task)
         try:
             return await work

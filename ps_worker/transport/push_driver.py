@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import Fenced, NotPermitted, PushpullError, Recovering, Unauthenticated
@@ -270,7 +269,7 @@ class PushDriver:
             link.send(entry)
 
     def _send_push(self, effect: SendPush) -> None:
-        body = cast(PushBody, effect.body)  # opaque to the window; `submit` makes them
+        body: PushBody = effect.body
         key, plan = effect.key, self._plans[effect.key.table_id]
         message = parameters_pb2.BlockPush(
             range_id=key.range_id,

@@ -40,7 +40,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ps_core.errors import EditRefused, Fenced, InvalidConfig, InvariantViolation, PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
@@ -220,7 +220,7 @@ class SendPush(NamedTuple):
     block: int
     replaces: int
     confirmed_sequence: int
-    body: object
+    body: Any  # as it was submitted
     inline_seal: tuple[int, StepTerms] | None
     was_received: bool
 
