@@ -200,10 +200,6 @@ class RowArrays:
         places = self.places(numbers)
         return {name: self.get(name, places, len(numbers)) for name in self._columns}
 
-    def audit(self) -> Numbers:
-        """No row has a record."""
-        return np.empty(0, np.int64)
-
     def moving(self, moves: Moves) -> Work[None]:
         """Put rows in the places of others, which are removed."""
         for of, to in moves.pieces(self.piece_count):

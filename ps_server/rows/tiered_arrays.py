@@ -512,34 +512,6 @@ class TieredArrays:
             rows = np.broadcast_to(np.asarray(values), len(frames))[:, None]
             self._frames.put(name, self._frames.places(frames), rows)
 
-    def audit(self) -> Numbers:
-        """Check TA-1 and TA-2 for all rows and frames; for tests. Returns the positions of the
-        records.
-        """
-        at = self._at(np.arange(self._count))
-        owners = self._get_frames(_OWNER, np.arange(self._frame_count))
-        positions = self._get_frames(_POSITION, np.arange(self._frame_count))
-        resident, cold = np.flatnonzero(at >= 0), np.flatnonzero(at < 0)
-        used = np.flatnonzero(owners >= 0)
-        free = np.concatenate([np.empty(0, np.int64), *self._free])
-        check(
-            bool((owners[at[resident]] == resident).all())
-            and len(used) == len(resident) == self._resident_count
-            and len(free) == self._free_count == self._frame_count - len(used)
-            and len(np.unique(free)) == len(free)
-            and not bool((owners[free] >= 0).any() or (positions[free] >= 0).any()),
-            "TA-1",
-            f"{len(resident)} rows in memory of {len(used)} frames, {len(free)} free",
-        )
-        written = np.concatenate([np.empty(0, np.int64), *(each.frames for each in self._writes)])
-        marked = np.flatnonzero(self._get_frames(_WRITING, np.arange(self._frame_count)))
-        check(
-            np.array_equal(np.sort(written), marked),
-            "TA-2",
-            f"{len(written)} frames are written, {len(marked)} marked so",
-        )
-        return np.concatenate((positions[positions >= 0], -1 - at[cold]))
-
 
 class RowsLost(Exception):
     """The disk did not give back rows that it took."""

@@ -775,13 +775,6 @@ class RowStore:
             part = {name: rows[some] for name, rows in piece.arrays.items()}
             at_once(self._adding(block, RowPiece(piece.ids[some], part, piece.are_rows)))
 
-    def audit(self) -> None:
-        """Check TA-1 and RS-4; for tests."""
-        records = np.concatenate([each.arrays.audit() for each in self._partitions.values()])
-        used_count = 0 if self._file is None else self._file.positions.used_count
-        are_own = len(np.unique(records)) == len(records) == used_count
-        check(are_own, "RS-4", f"{len(records)} records at {used_count} positions")
-
     def _partition(self, block: int) -> RowPartition:
         found = self._partitions.get(block)
         if found is None:

@@ -1,4 +1,4 @@
-"""A store whose rows are mostly on disk, against one with all of them in memory (TA-1, TA-2,
+"""A store whose rows are mostly on disk, against one with all of them in memory (TA-1, TA-2, RS-4,
 RF-1).
 """
 
@@ -36,6 +36,7 @@ from ps_server.values.store_copy import IDS as ROW_IDS
 from ps_server.values.store_copy import VALUES
 from tests.deferred_disk import Deferred, DeferredDisk, DeferredFile, FewFrames
 from tests.examples import examples
+from tests.row_audits import audit, audit_store
 
 LENGTH, PARTITIONS, SEED = 3, 2, 5
 ID_COUNT = 40
@@ -171,7 +172,7 @@ class Both:
                 memory = self.tiered.memory
                 assert memory.tier is not None
                 memory.measured(self.tiered.memory_use)
-        self.tiered.audit()
+        audit_store(self.tiered)
 
 
 @pytest.mark.thorough
@@ -191,7 +192,7 @@ def test_rows_on_disk_are_as_rows_in_memory(
     for action in actions:
         both.do(action)
     both.pull(list(range(ID_COUNT)))
-    both.tiered.audit()
+    audit_store(both.tiered)
 
 
 def test_most_rows_go_to_the_disk_and_come_back() -> None:
@@ -246,7 +247,7 @@ def test_a_pull_touches_no_rows_that_are_being_loaded() -> None:
     store.end_load(second)
     assert store.want_all(wanted)
     assert (store.rows(first, own[first]) == 1).all()
-    store.audit()
+    audit_store(store)
 
 
 class HoldingDisk(DeferredDisk):
@@ -293,7 +294,7 @@ def test_a_row_that_comes_from_the_disk_late_is_the_newest() -> None:
         both.push([row_id])
     disk.let_go()
     both.pull([0])
-    both.tiered.audit()
+    audit_store(both.tiered)
 
 
 class SlowDisk(DeferredDisk):
@@ -357,7 +358,7 @@ def test_a_row_whose_frame_an_earlier_write_had_is_not_dropped_before_its_own_ha
     (first,) = rows.disk.begun
     at_once(arrays.moving(Moves.where(np.arange(rows.COUNT) == 0)))
     rows.make_space(-1)  # gives the last frame back: its row comes into the first one
-    arrays.audit()
+    audit(arrays)
     others = np.arange(1, left_count)
     arrays.places(others)  # they are in use
     rows.make_space(-8)
@@ -371,7 +372,7 @@ def test_a_row_whose_frame_an_earlier_write_had_is_not_dropped_before_its_own_ha
         write.result()
     rows.make_space(0)
     assert rows.values(left_count) == [left_count, *range(1, left_count)]
-    arrays.audit()
+    audit(arrays)
 
 
 class SmallFile(DeferredFile):
@@ -411,7 +412,7 @@ def test_rows_take_the_space_of_others_on_a_disk_that_is_full() -> None:
     tier.measured(0)  # the disk is tried again
     assert disk_row_count_after(16) >= before, "as many as before have left"
     assert tier.failure is not None, "it has not taken more"
-    arrays.audit()
+    audit(arrays)
     assert rows.values(rows.COUNT) == list(range(rows.COUNT))
 
 
@@ -434,5 +435,5 @@ def test_rows_that_leave_while_places_move_to_a_larger_slab_are_found() -> None:
         arrays.want(np.arange(rows.COUNT))
         if waiting is not None:
             waiting.result()
-    arrays.audit()
+    audit(arrays)
     assert rows.values(rows.COUNT) == list(range(rows.COUNT))

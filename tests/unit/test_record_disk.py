@@ -23,6 +23,7 @@ from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore
 from tests.deferred_disk import DeferredDisk
 from tests.file_limits import no_file_above
+from tests.row_audits import audit_store
 
 SIZE = 24
 SCATTERED = np.array([0, 1, 2, 7, 9, 10, 40, 1000, 1001, 5000])
@@ -125,13 +126,13 @@ def test_a_full_disk_refuses_new_rows_and_serves_those_that_are_there() -> None:
     made = store.row_count
     clock = made + 2  # that of the refused one is over
     assert COUNT < made < 2 * COUNT
-    store.audit()
+    audit_store(store)
     before = store.rows(0, np.arange(1, made + 1, dtype=np.uint64))
     push(store, clock, list(range(1, made + 1)))
     found = store.rows(0, np.arange(1, made + 2, dtype=np.uint64))
     assert np.array_equal(found[:made], before - 1)
     assert not found[made].any(), "the row that was refused is not there"
-    store.audit()
+    audit_store(store)
     disk.full_share = 0.0
     for _ in range(30):
         memory.measured(store.memory_use)
@@ -141,4 +142,4 @@ def test_a_full_disk_refuses_new_rows_and_serves_those_that_are_there() -> None:
     assert memory.tier.failure is None
     push(store, clock + 1, [made + 1])
     assert store.row_count == made + 1
-    store.audit()
+    audit_store(store)
