@@ -61,7 +61,7 @@ from ps_server.values.row_gradients import RowGradients
 from ps_server.values.row_layout import RowLayout
 from ps_server.values.row_store import RowStore, Store
 from ps_server.values.shard_store import ChangeHooks, ShardStore, nobody
-from ps_server.values.update_arithmetic import Accumulator
+from ps_server.values.update_arithmetic import Accumulator, Terms
 from pushpull.v1 import parameters_pb2
 
 _Key = tuple[TableId, RangeId]
@@ -328,14 +328,7 @@ class Shards:
         if accumulator is None:
             accumulator = store.take(record.clock)
         try:
-            yield from store.applying(
-                record.clock,
-                accumulator,
-                record.hyperparameters,
-                record.contributor_count,
-                record.update_scale,
-                self._changes(key),
-            )
+            yield from store.applying(accumulator, _terms(record), self._changes(key))
         except UpdateFailed as error:  # a new one: this one's frames hold the gradients
             return UpdateFailed(f"{error.message} (range {record.range_id})")
         return None
@@ -348,9 +341,7 @@ class Shards:
         """As `applying`, for an update that `is_brief`."""
         key = record.table_id, record.range_id
         store = self.stores[key]
-        accumulator = store.take(record.clock)
-        terms = record.hyperparameters, record.contributor_count, record.update_scale
-        store.apply_brief(record.clock, accumulator, *terms, self._changes(key))
+        store.apply_brief(store.take(record.clock), _terms(record), self._changes(key))
 
     def assigning(self, effect: AssignValues) -> Work[None]:
         """Put initial values, or an edit's, in place."""
@@ -458,6 +449,12 @@ def _contributions(parts: Sequence[tuple[int, object]]) -> list[tuple[int, Any]]
             raise InvariantViolation("SH-1", f"block {block} was accumulated without its payload")
         found.append((block, payload))
     return found
+
+
+def _terms(record: Record) -> Terms:
+    return Terms(
+        record.clock, record.hyperparameters, record.contributor_count, record.update_scale
+    )
 
 
 def for_backup(change: Mutation) -> Mutation:

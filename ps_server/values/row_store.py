@@ -34,7 +34,6 @@ from ps_core.keys import Incarnation
 from ps_core.rows import Ids, partition_of, salt_of
 from ps_core.sliced_work import PIECE_COUNT, Waiting, Work, at_once
 from ps_core.tables.elements import Codec
-from ps_core.tables.optimizers import Hyperparameters
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import Reduction
 from ps_server.ranges.events import Compensation
@@ -79,7 +78,7 @@ from ps_server.values.store_copy import (
     StoreCopy,
     SumCopy,
 )
-from ps_server.values.update_arithmetic import Accumulator
+from ps_server.values.update_arithmetic import Accumulator, Terms
 
 _PIECE_COUNT, _PIECE_BYTES = 8192, 1 << 20
 """Most rows of a partition, and bytes of them, that are updated in one turn of the loop."""
@@ -364,39 +363,23 @@ class RowStore:
             )
         )
 
-    def apply_brief(
-        self,
-        clock: int,
-        accumulator: Accumulator,
-        hyperparameters: Hyperparameters,
-        contributor_count: int,
-        update_scale: float,
-        changes: ChangeHooks,
-    ) -> None:
+    def apply_brief(self, accumulator: Accumulator, terms: Terms, changes: ChangeHooks) -> None:
         """As `applying`, at once."""
-        terms = hyperparameters, contributor_count, update_scale, changes
-        at_once(self.applying(clock, accumulator, *terms))
+        at_once(self.applying(accumulator, terms, changes))
 
     def applying(
-        self,
-        clock: int,
-        accumulator: Accumulator,
-        hyperparameters: Hyperparameters,
-        contributor_count: int,
-        update_scale: float = 1.0,
-        changes: ChangeHooks = NOBODY_LOOKS,
+        self, accumulator: Accumulator, terms: Terms, changes: ChangeHooks = NOBODY_LOOKS
     ) -> Work[tuple[int, ...]]:
         """As `ShardStore.applying`."""
-        del clock
         accumulator = RowAccumulator.of(accumulator)
-        merged = dict(self.table.step_hyperparameters.merged(hyperparameters))
+        merged = dict(self.table.step_hyperparameters.merged(terms.hyperparameters))
         blocks = tuple(accumulator.blocks)
-        check(contributor_count >= 1 or not blocks, "RS-3", "a sum without contributors")
+        check(terms.contributor_count >= 1 or not blocks, "RS-3", "a sum without contributors")
         for block in blocks:
             total = accumulator.sums.pop(block)
             if not accumulator.is_reduced:
-                yield from self._averaging(total, contributor_count)
-            yield from total.scaling(update_scale)
+                yield from self._averaging(total, terms.contributor_count)
+            yield from total.scaling(terms.update_scale)
             ids, gradients = yield from total.totalling()
             changes.begin((block,))
             self._partitions[block].version += 1

@@ -286,35 +286,20 @@ class ShardStore:
     ) -> tuple[int, ...]:
         """`take` and `applying` at once; what was accumulated survives an InvalidConfig."""
         self._arithmetic.merged(hyperparameters)
-        terms = hyperparameters, contributor_count, update_scale
-        return at_once(self.applying(clock, self.take(clock), *terms))
+        terms = Terms(clock, hyperparameters, contributor_count, update_scale)
+        return at_once(self.applying(self.take(clock), terms))
 
     def applying(
-        self,
-        clock: int,
-        accumulator: Accumulator,
-        hyperparameters: Hyperparameters,
-        contributor_count: int,
-        update_scale: float = 1.0,
-        changes: ChangeHooks = NOBODY_LOOKS,
+        self, accumulator: Accumulator, terms: Terms, changes: ChangeHooks = NOBODY_LOOKS
     ) -> Work[tuple[int, ...]]:
-        """Apply a sum that was taken, or came from another server, some blocks after others.
-
-        Args:
-            accumulator: the sum, which is used up.
-            hyperparameters: put over the table's own.
-            contributor_count: the workers that took part, with or without gradients.
-
-        Returns:
-            The blocks touched, ascending.
+        """Apply a sum that was taken, or came from another server, some blocks after others. It is
+        used up. Returns the blocks touched, ascending.
 
         Raises:
             InvalidConfig: a hyperparameter that the optimizer does not have or cannot use.
             UpdateFailed: the custom update failed; values, state and versions are as they were.
         """
         arithmetic = self._arithmetic
-        merged = arithmetic.merged(hyperparameters)
-        terms = Terms(clock, merged, contributor_count, update_scale)
         blocks = tuple(sorted(accumulator.parts))
         means, accumulator.means = accumulator.means, {}
         if arithmetic.is_aggregate:  # the sums before it change place, whatever its blocks are
@@ -330,7 +315,7 @@ class ShardStore:
                 yield
         accumulator.is_reduced = True
         if arithmetic.is_aggregate:
-            self._sums.keep(clock, accumulator)
+            self._sums.keep(terms.clock, accumulator)
         return blocks
 
     def is_brief(self, clock: int, block_count: int) -> bool:
@@ -338,18 +323,8 @@ class ShardStore:
         del clock
         return block_count <= PIECE_COUNT and self._is_by_block
 
-    def apply_brief(
-        self,
-        clock: int,
-        accumulator: Accumulator,
-        hyperparameters: Hyperparameters,
-        contributor_count: int,
-        update_scale: float,
-        changes: ChangeHooks,
-    ) -> None:
+    def apply_brief(self, accumulator: Accumulator, terms: Terms, changes: ChangeHooks) -> None:
         """As `applying`, where the update `is_brief`: most are, and steps cost more than these."""
-        merged = self._arithmetic.merged(hyperparameters)
-        terms = Terms(clock, merged, contributor_count, update_scale)
         means, accumulator.means = accumulator.means, {}
         self._change(sorted(accumulator.parts), changes, accumulator, terms, means)
         accumulator.is_reduced = True
@@ -363,10 +338,11 @@ class ShardStore:
         means: dict[int, Contribution],
     ) -> None:
         all_states = self._states
+        numbers = self._arithmetic.merged(terms.hyperparameters)
         slot_counts = [len(all_states[block].slots) for block in blocks]
         changes.begin(blocks)
         try:
-            self._arithmetic.apply(all_states, blocks, accumulator, terms)
+            self._arithmetic.apply(all_states, blocks, accumulator, terms, numbers)
         except UpdateFailed:
             changes.end(blocks)
             raise

@@ -33,14 +33,14 @@ _KEPT_SUM_COUNT = 2
 
 
 class Terms(NamedTuple):
-    """The terms of update `clock`. The hyperparameters are complete; `contributor_count` counts
-    workers without gradients too.
+    """The terms of update `clock`. The hyperparameters are put over the table's own;
+    `contributor_count` counts workers without gradients too.
     """
 
     clock: int
-    hyperparameters: dict[str, float]
+    hyperparameters: Hyperparameters
     contributor_count: int
-    update_scale: float
+    update_scale: float = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -178,9 +178,11 @@ class UpdateArithmetic:
         blocks: Sequence[int],
         accumulator: Accumulator,
         terms: Terms,
+        numbers: dict[str, float],
     ) -> None:
-        """Update some of the accumulator's blocks, or all where `is_whole`, and use up their sums.
-        After UpdateFailed values and state are as they were.
+        """Update some of the accumulator's blocks, or all where `is_whole`, and use up their sums;
+        `numbers` are the merged hyperparameters. After UpdateFailed values and state are as they
+        were.
         """
         parts, count = accumulator.parts, terms.contributor_count
         check(count >= 1 or not parts, "STO-3", "a sum without contributors")
@@ -192,11 +194,11 @@ class UpdateArithmetic:
             parts[block] = part = contributions.scaled(part, terms.update_scale, self._pool)
             if not (self.is_aggregate or self.is_whole):
                 del parts[block]
-                self._apply_block(states[block], part, terms.hyperparameters)
+                self._apply_block(states[block], part, numbers)
         if self._custom is not None:
             changed = [(states[block], parts[block]) for block in blocks]
             try:
-                self._custom.apply(terms.clock, changed, terms.hyperparameters)
+                self._custom.apply(terms.clock, changed, numbers)
             finally:
                 accumulator.release(self._pool)
 

@@ -19,6 +19,7 @@ from ps_core.sliced_work import at_once
 from ps_core.tables.elements import Codec
 from ps_core.tables.table import Table
 from ps_server.values.row_store import RowStore
+from ps_server.values.update_arithmetic import Terms
 from ps_worker.embedding.rows import cut_ids, payloads_of, rows_of
 
 Rows = npt.NDArray[Any]
@@ -42,7 +43,7 @@ class RowsAlone:
                 part = self.store.decode(block, Codec.FP32, payload, b"")
                 self.store.accumulate(self._clock, [(block, part)], 1.0)
         sums = self.store.take(self._clock)
-        at_once(self.store.applying(self._clock, sums, (), len(pushes)))
+        at_once(self.store.applying(sums, Terms(self._clock, (), len(pushes))))
 
     def pull(self, ids: Rows) -> Rows:
         """The rows of these ids."""

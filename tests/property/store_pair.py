@@ -21,6 +21,7 @@ from ps_server.replication.messages import LogRecord
 from ps_server.stores import for_backup
 from ps_server.values.mutations import KeptSum, Mutation, Put
 from ps_server.values.shard_store import ShardStore
+from ps_server.values.update_arithmetic import Terms
 from ps_server.wire.replication_reader import ReplicationReader
 from ps_server.wire.replication_wire import log_record_messages
 from pushpull.v1.replication_pb2 import ReplicateRequest
@@ -102,7 +103,7 @@ def told(store: ShardStore, change: Mutation) -> None:
         is_kept = accumulator is None
         taken = store.take(record.clock) if is_kept else at_once(store.receiving(accumulator))
         terms = record.hyperparameters, record.contributor_count, record.update_scale
-        at_once(store.applying(record.clock, taken, *terms))
+        at_once(store.applying(taken, Terms(record.clock, *terms)))
     else:
         store.drop(record.clock)
 

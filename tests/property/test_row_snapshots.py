@@ -17,6 +17,7 @@ from ps_server.values.copy_on_write import RangeSnapshots
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore
 from ps_server.values.store_copy import CANDIDATES, IDS, RowSpan, SavedBlock
+from ps_server.values.update_arithmetic import Terms
 from tests.examples import examples
 
 LENGTH = 1 << 15
@@ -57,7 +58,7 @@ def step(store: RowStore, clock: int, ids: list[int]) -> None:
     values = np.full((len(ids), LENGTH), clock, np.float32)
     payload = payload_of(np.array(ids, np.uint64), values)
     store.accumulate(clock, [(0, store.decode(0, Codec.FP32, payload, b""))], 1.0)
-    at_once(store.applying(clock, store.take(clock), (), 1))
+    at_once(store.applying(store.take(clock), Terms(clock, (), 1)))
 
 
 def check(expected: SavedBlock, pieces: list[SavedBlock]) -> None:

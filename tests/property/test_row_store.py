@@ -25,6 +25,7 @@ from ps_server.ranges.events import Compensation
 from ps_server.values.mutations import Elements, SentAccumulator
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore
+from ps_server.values.update_arithmetic import Terms
 from tests.property.rounded_values import rounded
 
 LENGTH, PARTITIONS, SEED = 3, 2, 11
@@ -219,7 +220,7 @@ def step(
             for block, some in by_partition(table, given_rows).items()
         ]
         store.accumulate(clock, parts, 1.0)
-    at_once(store.applying(clock, store.take(clock), hyperparameters, len(workers)))
+    at_once(store.applying(store.take(clock), Terms(clock, hyperparameters, len(workers))))
 
 
 def rows_of(store: RowStore, ids: list[int]) -> list[bytes]:
@@ -381,7 +382,7 @@ def test_a_gradient_whose_square_is_too_large_leaves_numbers() -> None:
         payload = payload_of(np.array([one_of(0)], np.uint64), huge)
         store.accumulate(clock, [(0, store.decode(0, Codec.FP32, payload, b""))], 1.0)
         with np.errstate(over="ignore"):
-            at_once(store.applying(clock, store.take(clock), (), 1))
+            at_once(store.applying(store.take(clock), Terms(clock, (), 1)))
     assert np.isfinite(np.frombuffer(rows_of(store, [one_of(0)])[0], np.float32)).all()
 
 
@@ -465,7 +466,7 @@ def test_a_backup_makes_of_a_sum_what_its_primary_makes(
     sent = accumulator.sent()
     received = at_once(backup.receiving(sent))
     for store, sums in ((primary, accumulator), (backup, received)):
-        at_once(store.applying(1, sums, (), len(workers), 0.5))
+        at_once(store.applying(sums, Terms(1, (), len(workers), 0.5)))
     assert rows_of(backup, ALL_IDS) == rows_of(primary, ALL_IDS)
 
 

@@ -19,7 +19,7 @@ from ps_server.ranges.events import Compensation
 from ps_server.values.mutations import Dropped, Elements, KeptSum, Put, SentAccumulator
 from ps_server.values.shard_store import ShardStore
 from ps_server.values.store_copy import StoreCopy, SumCopy
-from ps_server.values.update_arithmetic import Accumulator
+from ps_server.values.update_arithmetic import Accumulator, Terms
 from ps_server.wire.replication_wire import SMALL_BYTES
 from tests.examples import examples
 from tests.property.shard_twin import PoisonedPool, decoded, table, worker_steps
@@ -226,7 +226,7 @@ def test_what_is_restored_is_not_what_was_kept_for_readers() -> None:
 def apply(store: ShardStore, put: Put, accumulator: Accumulator) -> None:
     record = put.record
     terms = record.contributor_count, record.update_scale
-    at_once(store.applying(record.clock, accumulator, (), *terms))
+    at_once(store.applying(accumulator, Terms(record.clock, (), *terms)))
 
 
 def test_what_is_folded_after_a_sum_was_taken_is_another_sum() -> None:
@@ -236,7 +236,7 @@ def test_what_is_folded_after_a_sum_was_taken_is_another_sum() -> None:
     store.accumulate(1, [(0, store.decode(0, Codec.FP32, one, b""))], 1.0)
     first = store.take(1)
     store.accumulate(1, [(0, store.decode(0, Codec.FP32, one, b""))], 3.0)
-    at_once(store.applying(1, first, (), 1))
+    at_once(store.applying(first, Terms(1, (), 1)))
     assert store.read(0, None, None)[0] == b"\0\0\x80\xbf" * 64
     store.apply(1, (), 1)
     assert store.read(0, None, None)[0] == b"\0\0\x80\xc0" * 64

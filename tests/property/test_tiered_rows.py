@@ -34,6 +34,7 @@ from ps_server.values.row_pieces import PartitionSnapshot
 from ps_server.values.row_store import RowStore
 from ps_server.values.store_copy import IDS as ROW_IDS
 from ps_server.values.store_copy import VALUES
+from ps_server.values.update_arithmetic import Terms
 from tests.deferred_disk import Deferred, DeferredDisk, DeferredFile, FewFrames
 from tests.examples import examples
 from tests.row_audits import audit, audit_store
@@ -129,7 +130,7 @@ class Both:
                 payload = payload_of(own, values)
                 part = store.decode(block, Codec.FP32, payload, b"")
                 store.accumulate(self.clock, [(block, part)], 1.0)
-            some_steps(store.applying(self.clock, store.take(self.clock), (), 1), self.draws)
+            some_steps(store.applying(store.take(self.clock), Terms(self.clock, (), 1)), self.draws)
         self.clock += 1
 
     def pull(self, ids: list[int]) -> None:

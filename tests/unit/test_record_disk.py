@@ -21,6 +21,7 @@ from ps_server.rows.row_memory import RowMemory
 from ps_server.rows.row_tier import RowTier
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore
+from ps_server.values.update_arithmetic import Terms
 from tests.deferred_disk import DeferredDisk
 from tests.file_limits import no_file_above
 from tests.row_audits import audit_store
@@ -100,7 +101,7 @@ def push(store: RowStore, clock: int, ids: list[int]) -> None:
     part = store.decode(0, Codec.FP32, payload_of(np.array(ids, np.uint64), values), b"")
     store.check_space(part)
     store.accumulate(clock, [(0, part)], 1.0)
-    at_once(store.applying(clock, store.take(clock), (), 1))
+    at_once(store.applying(store.take(clock), Terms(clock, (), 1)))
 
 
 def test_a_full_disk_refuses_new_rows_and_serves_those_that_are_there() -> None:

@@ -22,6 +22,7 @@ from ps_server.rows.row_arrays import MemoryUse
 from ps_server.rows.row_memory import INDEX_BYTES, RowMemory
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore
+from ps_server.values.update_arithmetic import Terms
 from tests.unit.machine_harness import PLACE, Bench
 from tests.unit.test_machine_cores import a_system
 
@@ -41,7 +42,7 @@ def push(store: RowStore, ids: range) -> None:
     part = store.decode(0, Codec.FP32, payload, b"")
     store.check_space(part)
     store.accumulate(1, [(0, part)], 1.0)
-    at_once(store.applying(1, store.take(1), (), 1))
+    at_once(store.applying(store.take(1), Terms(1, (), 1)))
 
 
 def test_a_server_takes_as_many_rows_as_it_may() -> None:
@@ -67,7 +68,7 @@ def test_a_backup_makes_what_its_primary_has_made() -> None:
     payload = payload_of(np.arange(50, dtype=np.uint64), values)
     primary.accumulate(1, [(0, primary.decode(0, Codec.FP32, payload, b""))], 1.0)
     sent = primary.kept_accumulator(1).sent().fixed()
-    at_once(backup.applying(1, at_once(backup.receiving(sent)), (), 1))
+    at_once(backup.applying(at_once(backup.receiving(sent)), Terms(1, (), 1)))
     assert backup.row_count == 50
     at_once(backup.restoring(backup.snapshot()))
     assert backup.row_count == 50

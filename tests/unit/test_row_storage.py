@@ -23,6 +23,7 @@ from ps_server.rows.row_memory import INDEX_BYTES, RowMemory
 from ps_server.rows.row_storage import row_storage
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore
+from ps_server.values.update_arithmetic import Terms
 from ps_worker.spec.optimizers import SGD
 from ps_worker.spec.settings import RowsOptions
 from ps_worker.spec.settings import table_spec as table_of
@@ -132,6 +133,6 @@ def test_steps_that_are_too_small_for_a_stored_number_add_up(storage: RowStorage
     payload = payload_of(ids, np.full((len(ids), 8), -small, np.float32))
     for clock in range(1, 51):
         store.accumulate(clock, [(0, store.decode(0, Codec.FP32, payload, b""))], 1.0)
-        at_once(store.applying(clock, store.take(clock), (), 1))
+        at_once(store.applying(store.take(clock), Terms(clock, (), 1)))
     grown = store.rows(0, ids).mean(dtype=np.float64) - 1.0
     assert grown == pytest.approx(50 * small, rel=0.05)

@@ -19,6 +19,7 @@ from ps_runtime.system.prefault import Prefaulting
 from ps_server.rows.row_memory import RowMemory
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore
+from ps_server.values.update_arithmetic import Terms
 from tests.unit.measured_loop import most_turn_s
 
 pytestmark = pytest.mark.slow
@@ -100,9 +101,9 @@ def test_an_update_of_the_largest_push_takes_short_turns(length: int, storage: R
         payload = largest_push(length)
         store.accumulate(1, [(0, store.decode(0, Codec.FP32, payload, b""))], 1.0)
         if not store.is_brief(1, 1):
-            return longest_piece_s(store.applying(1, store.take(1), (), 1))
+            return longest_piece_s(store.applying(store.take(1), Terms(1, (), 1)))
         begun_s = time.thread_time()
-        at_once(store.applying(1, store.take(1), (), 1))
+        at_once(store.applying(store.take(1), Terms(1, (), 1)))
         return time.thread_time() - begun_s
 
     assert min(map(once, range(3))) < most_turn_s()
@@ -118,7 +119,7 @@ def test_a_table_grows_and_is_copied_in_short_turns(storage: RowStorage) -> None
         ids = np.arange(first, first + limits.MAX_ROW_COUNT, dtype=np.uint64)
         payload = payload_of(ids, np.ones((len(ids), 8), np.float32))
         store.accumulate(1, [(0, store.decode(0, Codec.FP32, payload, b""))], 1.0)
-        longest_s.append(longest_piece_s(store.applying(1, store.take(1), (), 1)))
+        longest_s.append(longest_piece_s(store.applying(store.take(1), Terms(1, (), 1))))
     assert sorted(longest_s)[-2] < most_turn_s(), longest_s  # one may be the machine's
     assert longest_piece_s(store.copying()) < most_turn_s()
 
@@ -132,7 +133,7 @@ def test_a_store_says_when_its_next_update_may_take_long() -> None:
         ids = np.arange(first, first + 4_000, dtype=np.uint64)
         payload = payload_of(ids, np.ones((len(ids), 1), np.float32))
         store.accumulate(1, [(0, store.decode(0, Codec.FP32, payload, b""))], 1.0)
-        at_once(store.applying(1, store.take(1), (), 1))
+        at_once(store.applying(store.take(1), Terms(1, (), 1)))
         said.append((first + 4_000, store.has_space))
     without = [count for count, has_space in said if not has_space]
     assert without == [24_000, 28_000, 32_000, 36_000, 72_000, 76_000]
@@ -148,7 +149,7 @@ def test_many_rows_are_admitted_and_evicted_in_short_turns(eviction: Eviction) -
         payload = payload_of(ids, np.ones((len(ids), 8), np.float32))
         for _ in range(2):
             store.accumulate(1, [(0, store.decode(0, Codec.FP32, payload, b""))], 1.0)
-            longest_s.append(longest_piece_s(store.applying(1, store.take(1), (), 1)))
+            longest_s.append(longest_piece_s(store.applying(store.take(1), Terms(1, (), 1))))
     assert store.row_count <= MANY // 2
     assert sorted(longest_s)[-2] < most_turn_s(), longest_s  # one may be the machine's
 
@@ -157,11 +158,11 @@ def test_a_captured_partition_is_copied_and_changes_in_short_turns() -> None:
     store = store_of(64)
     payload = largest_push(64)
     store.accumulate(1, [(0, store.decode(0, Codec.FP32, payload, b""))], 1.0)
-    at_once(store.applying(1, store.take(1), (), 1))
+    at_once(store.applying(store.take(1), Terms(1, (), 1)))
     snapshot, longest_s = store.capture(0), []
     for clock in range(2, 6):
         store.accumulate(clock, [(0, store.decode(0, Codec.FP32, payload, b""))], 1.0)
-        longest_s.append(longest_piece_s(store.applying(clock, store.take(clock), (), 1)))
+        longest_s.append(longest_piece_s(store.applying(store.take(clock), Terms(clock, (), 1))))
         begun_s = time.thread_time()
         saved = at_once(store.saving_rows(0, snapshot))
         saved.copied_to(memoryview(bytearray(saved.byte_count)))
@@ -184,6 +185,8 @@ def test_a_sum_of_many_workers_is_reduced_and_applied_in_short_turns(
             ids = found.ids if are_same else found.ids * np.uint64(worker_count) + np.uint64(worker)
             store.accumulate(1, [(0, found._replace(ids=ids))], 1.0)
         longest_s = longest_piece_s(store.reducing(1, worker_count))
-        return max(longest_s, longest_piece_s(store.applying(1, store.take(1), (), worker_count)))
+        return max(
+            longest_s, longest_piece_s(store.applying(store.take(1), Terms(1, (), worker_count)))
+        )
 
     assert min(map(once, range(3))) < most_turn_s()

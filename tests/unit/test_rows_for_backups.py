@@ -17,6 +17,7 @@ from ps_core.tables.table_spec import Reduction, RowsSpec, TableSpec
 from ps_server.values.mutations import Elements, SentAccumulator
 from ps_server.values.row_gradients import RowAccumulator, payload_of
 from ps_server.values.row_store import RowStore
+from ps_server.values.update_arithmetic import Terms
 
 LENGTH, WORKER_COUNT = 1, 2
 ROW_BYTES = limits.ROW_ID_BYTES + 4 * LENGTH
@@ -47,7 +48,7 @@ def rows_of(backup: RowStore, sent: SentAccumulator, ids: npt.NDArray[np.uint64]
     received = at_once(backup.receiving(sent))
     assert isinstance(received, RowAccumulator)
     backup.put_accumulator(1, received)
-    at_once(backup.applying(1, backup.take(1), (), WORKER_COUNT))
+    at_once(backup.applying(backup.take(1), Terms(1, (), WORKER_COUNT)))
     found: list[float] = backup.rows(0, ids)[:, 0].tolist()
     return found
 
@@ -70,7 +71,7 @@ def test_a_sum_of_finite_gradients_may_be_infinite() -> None:
     primary, ids = store(), np.arange(4, dtype=np.uint64)
     kept(primary, {0: ids, 1: ids}, float(np.finfo(np.float32).max))
     sent = sent_of(primary)
-    at_once(primary.applying(1, primary.take(1), (), WORKER_COUNT))
+    at_once(primary.applying(primary.take(1), Terms(1, (), WORKER_COUNT)))
     expected = primary.rows(0, ids)[:, 0].tolist()
     assert expected == [-np.inf] * len(ids)
     assert rows_of(store(), sent, ids) == expected

@@ -27,6 +27,7 @@ from ps_server.service.pull import Pull
 from ps_server.stores import Shards
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore
+from ps_server.values.update_arithmetic import Terms
 from pushpull.v1 import parameters_pb2
 from tests.deferred_disk import DeferredDisk, FewFrames
 
@@ -113,7 +114,7 @@ class Server:
         part = self.store.decode(0, Codec.FP32, payload, b"")
         self.store.accumulate(self._clock, [(0, part)], 1.0)
         assert self.disk.is_patient or not self.store.is_brief(self._clock, 1)
-        return self.store.applying(self._clock, self.store.take(self._clock), (), 1)
+        return self.store.applying(self.store.take(self._clock), Terms(self._clock, (), 1))
 
     def pull(self, ids: list[int]) -> Pull:
         part = parameters_pb2.RangePull(

@@ -33,6 +33,7 @@ from ps_core.tables.table import Table
 from ps_core.tables.table_spec import RowsSpec, TableSpec
 from ps_server.values.row_gradients import RowGradients, gradients_of
 from ps_server.values.row_store import RowStore
+from ps_server.values.update_arithmetic import Terms
 from ps_worker.embedding.rows import RowBatch, cut_ids, ids_of, rows_of
 
 LENGTH, BATCH_COUNT = 64, 8192
@@ -256,7 +257,7 @@ def _store() -> RowStore:
 
 def _update(store: RowStore, gradients: RowGradients) -> None:
     store.accumulate(1, [(0, gradients)], 1.0)
-    at_once(store.applying(1, store.take(1), (), 1))
+    at_once(store.applying(store.take(1), Terms(1, (), 1)))
 
 
 def fetch(ids: torch.Tensor) -> torch.Tensor:
