@@ -25,7 +25,7 @@ from ps_core.errors import (
     Recovering,
     UpdateFailed,
 )
-from ps_core.keys import Incarnation, RangeId
+from ps_core.keys import Incarnation
 from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_core.tables.optimizers import DISAGREE, Hyperparameters, OptimizerKind, array_words
 from ps_core.tables.table import Table
@@ -46,7 +46,6 @@ from ps_server.ranges.range_state import (
     PendingStep,
     RangeState,
     RangeWorker,
-    StagingMemory,
 )
 from ps_server.ranges.read_gate import ReadGate
 from ps_server.ranges.schedule import CutId
@@ -62,21 +61,12 @@ _Entry = TypeVar("_Entry", PushEvent, SealEvent, WithdrawEvent, ScaleEvent)
 class RangeMachine:
     """One table in one range. Methods take an event and the time, and return effects in order."""
 
-    def __init__(
-        self,
-        table: Table,
-        range_id: RangeId,
-        blocks: tuple[int, ...],
-        worker_count: int,
-        staging: StagingMemory,
-        versions: dict[int, int] | None = None,
-    ) -> None:
-        """`versions`: 0 for each block, if the caller has made that mapping."""
+    def __init__(self, state: RangeState) -> None:
         self.resent_count = 0  # entries that were answered from the ledger
-        self.state = RangeState(table, range_id, blocks, worker_count, staging, versions)
-        self.read_gate = ReadGate(self.state)
-        self._gate = UpdateGate(self.state, self.read_gate)
-        self._rules = EntryRules(self.state)
+        self.state = state
+        self.read_gate = ReadGate(state)
+        self._gate = UpdateGate(state, self.read_gate)
+        self._rules = EntryRules(state)
 
     def push(self, event: PushEvent, now_s: float) -> list[Effect]:
         return self._entry(event, event.confirmed, now_s, self._take_push)

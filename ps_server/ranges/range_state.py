@@ -180,6 +180,7 @@ class RangeState:
         staging: StagingMemory,
         versions: dict[int, int] | None = None,
     ) -> None:
+        """`versions`: 0 for each block, if the caller has made that mapping."""
         self.table = table
         self.name = table.spec.name
         self.schedule = Schedule(table)

@@ -228,7 +228,8 @@ class ServerMachine:
         staging = self._staging.setdefault(table.table_id, TableStaging(table))
         versions = self._ready.pop((table.table_id, range_id), None)
         worker_count = self._worker_counts.get(table.run, self._worker_count)
-        shard = RangeMachine(table, range_id, blocks, worker_count, staging, versions)
+        state = RangeState(table, range_id, blocks, worker_count, staging, versions)
+        shard = RangeMachine(state)
         adopted = self._adopted.pop((table.table_id, range_id), None)
         if adopted is not None:
             restore(adopted[0], shard.state, adopted[1])

@@ -32,6 +32,7 @@ from ps_server.ranges.events import (
     WithdrawEvent,
 )
 from ps_server.ranges.range_machine import RangeMachine
+from ps_server.ranges.range_state import RangeState
 from ps_server.ranges.staging_memory import TableStaging
 from tests.examples import examples
 from tests.unit.machine_harness import make_table
@@ -90,7 +91,7 @@ def _machine(mode: Mode, *, from_rank_zero: bool) -> tuple[RangeMachine, TableSt
     table = make_table(mode, blocks=3, from_rank_zero=from_rank_zero)
     table = Table(table.table_id, 0, replace(table.spec, gate_bytes=1))
     staging = TableStaging(table)
-    machine = RangeMachine(table, RangeId(0), (0, 1, 2), 2, staging)
+    machine = RangeMachine(RangeState(table, RangeId(0), (0, 1, 2), 2, staging))
     staging.add(machine)
     return machine, staging
 

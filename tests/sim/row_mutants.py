@@ -36,7 +36,7 @@ ROW_MUTANTS = (
         "an update's scale is left out",
         "S11",
         _STORE,
-        "            yield from total.scaling(update_scale)\n",
+        "            yield from total.scaling(terms.update_scale)\n",
         "",
         _STEPS,
     ),

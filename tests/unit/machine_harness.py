@@ -33,6 +33,7 @@ from ps_server.ranges.events import (
     WithdrawEvent,
 )
 from ps_server.ranges.range_machine import RangeMachine
+from ps_server.ranges.range_state import RangeState
 
 PLACE = Place(TableId(1), RangeId(0), AssignmentEpoch(1))
 
@@ -97,7 +98,9 @@ class Bench:
 
     def __post_init__(self) -> None:
         blocks = tuple(range(self.table.block_count))
-        self.machine = RangeMachine(self.table, RangeId(0), blocks, self.workers, self.staging)
+        self.machine = RangeMachine(
+            RangeState(self.table, RangeId(0), blocks, self.workers, self.staging)
+        )
 
     def _note(self, effects: list[Effect]) -> list[Effect]:
         """What is to be reduced is, at once: each push is worth its sequence."""

@@ -13,6 +13,7 @@ from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
 from ps_server.ranges.events import SealEvent, SealTerms, StepId
 from ps_server.ranges.range_machine import RangeMachine
+from ps_server.ranges.range_state import RangeState
 from ps_server.ranges.staging_memory import TableStaging
 from tests.unit.machine_harness import PLACE, Bench, applied, kinds, make_table, outcomes, problem
 
@@ -116,5 +117,5 @@ def test_a_converted_payload_of_an_odd_last_block_has_room() -> None:
     )
     table = Table(TableId(1), 0, spec.validated())
     staging = TableStaging(table)
-    staging.add(RangeMachine(table, RangeId(0), (0,), 1, staging))
+    staging.add(RangeMachine(RangeState(table, RangeId(0), (0,), 1, staging)))
     assert staging.admit(StepId(1, 0), 256, [])

@@ -17,6 +17,7 @@ from ps_core.tables.table_spec import RowsSpec, TableSpec
 from ps_runtime.system.capacity import available_bytes, memory_bytes
 from ps_server.ranges.events import PushEvent, SealEvent, SealTerms
 from ps_server.ranges.range_machine import RangeMachine
+from ps_server.ranges.range_state import RangeState
 from ps_server.ranges.staging_memory import TableStaging
 from ps_server.rows.row_arrays import MemoryUse
 from ps_server.rows.row_memory import INDEX_BYTES, RowMemory
@@ -110,7 +111,7 @@ def test_the_gate_tells_the_rows_of_every_worker_until_the_update_forms() -> Non
     spec = TableSpec("rows", DType.FLOAT32, 4, OptimizerSpec(OptimizerKind.SGD), rows=RowsSpec(1))
     table = Table(TableId(1), 0, spec.validated())
     staging, store = TableStaging(table), RowStore(table, (0,))
-    machine = RangeMachine(table, RangeId(0), (0,), 3, staging)
+    machine = RangeMachine(RangeState(table, RangeId(0), (0,), 3, staging))
     staging.add(machine)
     sizes = []
     for rank in range(3):
