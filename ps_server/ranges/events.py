@@ -101,6 +101,7 @@ class WithdrawEvent(NamedTuple):
     place: Place
     sender: Sender
     sequence: int
+    confirmed: int = 0
 
 
 EntryEvent = PushEvent | SealEvent | ScaleEvent | WithdrawEvent

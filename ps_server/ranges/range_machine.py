@@ -8,9 +8,8 @@ nothing. One that comes again gets the answer that it got, or would have got, be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeVar
 
 from ps_core import limits
 from ps_core.change import ChangeOutcome, ChangeResult, Join, TableChange
@@ -31,6 +30,7 @@ from ps_core.tables.optimizers import DISAGREE, Hyperparameters, OptimizerKind, 
 from ps_core.tables.table import Table
 from ps_server.ranges.events import (
     Effect,
+    EntryEvent,
     PullEvent,
     PushEvent,
     Record,
@@ -55,8 +55,6 @@ _MAX_SHOWN = 64
 
 _WITHOUT_PARAMETERS = frozenset({OptimizerKind.AGGREGATE, OptimizerKind.ASSIGN, OptimizerKind.ADD})
 
-_Entry = TypeVar("_Entry", PushEvent, SealEvent, WithdrawEvent, ScaleEvent)
-
 
 class RangeMachine:
     """One table in one range. Methods take an event and the time, and return effects in order."""
@@ -68,17 +66,34 @@ class RangeMachine:
         self._gate = UpdateGate(state, self.read_gate)
         self._rules = EntryRules(state)
 
-    def push(self, event: PushEvent, now_s: float) -> list[Effect]:
-        return self._entry(event, event.confirmed, now_s, self._take_push)
-
-    def seal(self, event: SealEvent, now_s: float) -> list[Effect]:
-        return self._entry(event, event.confirmed, now_s, self._take_seal)
-
-    def scale(self, event: ScaleEvent, now_s: float) -> list[Effect]:
-        def take(event: ScaleEvent, worker: RangeWorker, out: list[Effect]) -> None:
-            self._gate.scale(event, worker, now_s, out)
-
-        return self._entry(event, event.confirmed, now_s, take)
+    def entry(self, event: EntryEvent, now_s: float) -> list[Effect]:
+        out: list[Effect] = []
+        try:
+            worker = self._worker(event.sender, now_s)
+            worker.ledger.confirm(event.confirmed)
+            if worker.ledger.has_ended(event.sequence):
+                self.resent_count += 1
+                ending = worker.ledger.ending(event.sequence)
+                self.state.reply(
+                    out, event.sender, ReplyKind.COMMITTED, event.sequence, ending=ending
+                )
+                return out
+            worker.ledger.check_in_reach(event.sequence)
+            match event:
+                case PushEvent():
+                    self._take_push(event, worker, out)
+                case SealEvent():
+                    self._take_seal(event, worker, out)
+                case ScaleEvent():
+                    self._gate.scale(event, worker, now_s, out)
+                case _:
+                    self._take_withdrawal(event, worker, out)
+        except PushpullError as error:
+            self.state.reply(out, event.sender, ReplyKind.ERROR, event.sequence, error=error)
+            return out
+        self._gate.advance(worker, now_s, out)
+        self._go_on(now_s, out)
+        return out
 
     def reduced(self, record: Record, squares: tuple[float, ...]) -> list[Effect]:
         """Take the squares of a reduced sum.
@@ -89,36 +104,6 @@ class RangeMachine:
         """
         out: list[Effect] = []
         self._gate.reduced(record, squares, out)
-        return out
-
-    def withdraw(self, event: WithdrawEvent, now_s: float) -> list[Effect]:
-        return self._entry(event, 0, now_s, self._take_withdrawal)
-
-    def _entry(
-        self,
-        event: _Entry,
-        confirmed: int,
-        now_s: float,
-        take: Callable[[_Entry, RangeWorker, list[Effect]], None],
-    ) -> list[Effect]:
-        out: list[Effect] = []
-        try:
-            worker = self._worker(event.sender, now_s)
-            worker.ledger.confirm(confirmed)
-            if worker.ledger.has_ended(event.sequence):
-                self.resent_count += 1
-                ending = worker.ledger.ending(event.sequence)
-                self.state.reply(
-                    out, event.sender, ReplyKind.COMMITTED, event.sequence, ending=ending
-                )
-                return out
-            worker.ledger.check_in_reach(event.sequence)
-            take(event, worker, out)
-        except PushpullError as error:
-            self.state.reply(out, event.sender, ReplyKind.ERROR, event.sequence, error=error)
-            return out
-        self._gate.advance(worker, now_s, out)
-        self._go_on(now_s, out)
         return out
 
     def ended(self, node: Node, now_s: float) -> list[Effect]:

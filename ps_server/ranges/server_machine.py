@@ -51,7 +51,6 @@ from ps_server.ranges.events import (
     Record,
     RefusePull,
     ReplyTo,
-    ScaleEvent,
     SealEvent,
     place_of,
 )
@@ -468,14 +467,7 @@ class ServerMachine:
         match event:
             case PushEvent(problem=Recovering() as lost) | SealEvent(problem=Recovering() as lost):
                 return [self._refusal(event, lost)]  # the payload is lost, not wrong
-            case PushEvent():
-                effects = shard.push(event, now_s)
-            case SealEvent():
-                effects = shard.seal(event, now_s)
-            case ScaleEvent():
-                effects = shard.scale(event, now_s)
-            case _:
-                effects = shard.withdraw(event, now_s)
+        effects = shard.entry(event, now_s)
         staging.credits(effects)
         if shard.wake_s is not None:
             self._timed[shard] = None

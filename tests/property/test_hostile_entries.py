@@ -96,14 +96,6 @@ def _machine(mode: Mode, *, from_rank_zero: bool) -> tuple[RangeMachine, TableSt
     return machine, staging
 
 
-def _send(machine: RangeMachine, event: Entry) -> list[Effect]:
-    if isinstance(event, PushEvent):
-        return machine.push(event, 1.0)
-    if isinstance(event, SealEvent):
-        return machine.seal(event, 1.0)
-    return machine.withdraw(event, 1.0)
-
-
 def _check_parts(effects: list[Effect]) -> None:
     """What is accumulated or assigned has its payload (SH-1)."""
     for effect in effects:
@@ -139,7 +131,7 @@ def test_every_number_ends_at_most_once(
     endings: dict[tuple[int, int], Outcome] = {}
     applied_count = 0
     for event in entries:
-        effects = _send(machine, event)
+        effects = machine.entry(event, 1.0)
         assert any(
             isinstance(e, ReplyTo)
             and (e.sender.rank, e.sequence) == (event.sender.rank, event.sequence)

@@ -139,7 +139,7 @@ class Bench:
             (rank, sequence),
             **more,  # type: ignore[arg-type]
         )
-        return self._note(self.machine.push(event, self.now_s))
+        return self._note(self.machine.entry(event, self.now_s))
 
     def seal(
         self,
@@ -152,12 +152,12 @@ class Bench:
         """A seal."""
         terms = SealTerms(clock, hyperparameters, **more)  # type: ignore[arg-type]
         event = SealEvent(PLACE, self.sender(rank), sequence, terms)
-        return self._note(self.machine.seal(event, self.now_s))
+        return self._note(self.machine.entry(event, self.now_s))
 
     def scale(self, rank: int, sequence: int, clock: int, scale: float) -> list[Effect]:
         """What an update is multiplied by."""
         event = ScaleEvent(PLACE, self.sender(rank), sequence, clock, scale)
-        return self._note(self.machine.scale(event, self.now_s))
+        return self._note(self.machine.entry(event, self.now_s))
 
     def gone(self, node: Node) -> list[Effect]:
         """A worker was declared gone, or has left."""
@@ -174,7 +174,7 @@ class Bench:
     def withdraw(self, rank: int, sequence: int) -> list[Effect]:
         """A withdrawal."""
         return self._note(
-            self.machine.withdraw(WithdrawEvent(PLACE, self.sender(rank), sequence), self.now_s)
+            self.machine.entry(WithdrawEvent(PLACE, self.sender(rank), sequence), self.now_s)
         )
 
     def pull(

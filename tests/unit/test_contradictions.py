@@ -80,7 +80,7 @@ def test_invalid_initial_values_are_not_skipped() -> None:
     bench = Bench(make_table(from_rank_zero=True))
     bench.push(0, 1, 0, is_assign=True, problem=InvalidTensor("wrong"))
     carried = SealEvent(PLACE, bench.sender(0), 2, SealTerms(0), skip_if_invalid=True)
-    assert outcomes(bench.machine.seal(carried, 100.0)) == {(0, 2): Outcome.INVALID}
+    assert outcomes(bench.machine.entry(carried, 100.0)) == {(0, 2): Outcome.INVALID}
     assert not bench.machine.state.initialized
     bench.push(0, 3, 0, is_assign=True, replaces=1)
     assert applied(bench.seal(0, 4, 0)) == [(0, [(0, 3)])]

@@ -76,8 +76,8 @@ class Growing(Bench):
         sender = self.sender_of(rank)
         push = PushEvent(PLACE, sender, sequence, clock, 0, 256, (rank, sequence))
         seal = SealEvent(PLACE, sender, sequence + 1, SealTerms(clock, **terms))  # type: ignore[arg-type]
-        found = self._note(self.machine.push(push, self.now_s))
-        return found + self._note(self.machine.seal(seal, self.now_s))
+        found = self._note(self.machine.entry(push, self.now_s))
+        return found + self._note(self.machine.entry(seal, self.now_s))
 
     def read(self, rank: int, clock: int, waiter: int) -> list[Effect]:
         sender = self.sender_of(rank)
@@ -215,8 +215,8 @@ def test_where_initial_values_are_missing_it_begins_at_the_same_clock_as_elsewhe
     bench.read(2, 0, waiter=9)
     sender = bench.sender_of(0)
     value = PushEvent(PLACE, sender, 1, 0, 0, 256, (0, 1), is_assign=True)
-    bench._note(bench.machine.push(value, bench.now_s))
-    bench._note(bench.machine.seal(SealEvent(PLACE, sender, 2, SealTerms(0)), bench.now_s))
+    bench._note(bench.machine.entry(value, bench.now_s))
+    bench._note(bench.machine.entry(SealEvent(PLACE, sender, 2, SealTerms(0)), bench.now_s))
     bench.step(0, 1, sequence=3)
     bench.step(1, 1)
     assert [clock for clock, _ in applied(bench.effects)] == [0, 1]
@@ -250,7 +250,7 @@ def test_one_that_left_by_a_seal_is_replaced_in_its_rank() -> None:
     bench.join(2)
     steps(bench, 1, 0, 1, 2)
     seal = SealEvent(PLACE, bench.sender_of(2), 3, SealTerms(2, skip=True, last=True))
-    assert outcomes(bench._note(bench.machine.seal(seal, bench.now_s)))[2, 3] is Outcome.APPLIED
+    assert outcomes(bench._note(bench.machine.entry(seal, bench.now_s)))[2, 3] is Outcome.APPLIED
     assert bench.gone(bench.node(2, NodeState.LEFT)) == []
     steps(bench, 2, 0, 1)
     assert bench.join(2) == 2
@@ -288,6 +288,6 @@ def test_who_is_left_goes_on_when_all_of_the_first_have_left() -> None:
     steps(bench, 1, 0, 1, 2)
     for rank in (0, 1):
         terms = SealTerms(2, skip=True, last=True)
-        bench._note(bench.machine.seal(SealEvent(PLACE, bench.sender_of(rank), 3, terms), 100.0))
+        bench._note(bench.machine.entry(SealEvent(PLACE, bench.sender_of(rank), 3, terms), 100.0))
     bench.step(2, 2)
     assert applied(bench.effects)[1:] == [(2, [(2, 3)])]

@@ -223,9 +223,9 @@ class Replacing(Changing):
     def successor_steps(self, rank: int, clock: int, sequence: int = 1) -> None:
         sender = Sender(Incarnation(2000 + rank), rank, rank)
         push = PushEvent(PLACE, sender, sequence, clock, 0, 256, (2000 + rank, sequence))
-        self._note(self.machine.push(push, self.now_s))
+        self._note(self.machine.entry(push, self.now_s))
         seal = SealEvent(PLACE, sender, sequence + 1, SealTerms(clock))
-        self._note(self.machine.seal(seal, self.now_s))
+        self._note(self.machine.entry(seal, self.now_s))
 
     def successor_reads(self, rank: int, clock: int, waiter: int) -> list[Effect]:
         incarnation = Incarnation(2000 + rank)

@@ -121,7 +121,7 @@ def test_an_incarnation_that_is_not_the_ranks_is_refused(
     other = bsp.sender(0)
     stranger = type(other)(other.incarnation + later, 0, 0)  # type: ignore[arg-type]
     event = PushEvent(PLACE, stranger, 1, 1, 0, 256, None)
-    assert isinstance(problem(bsp.machine.push(event, bsp.now_s)), error)
+    assert isinstance(problem(bsp.machine.entry(event, bsp.now_s)), error)
 
 
 # --- S3: room

@@ -56,7 +56,7 @@ def step(at: Bench, sender: Sender, first: int, clock: int, *, skip: bool = Fals
     """A push and its seal."""
     push = PushEvent(PLACE, sender, first, clock, 0, 256, (sender.rank, first))
     seal = SealEvent(PLACE, sender, first + 1, SealTerms(clock, skip=skip))
-    return at._note(at.machine.push(push, at.now_s)) + at._note(at.machine.seal(seal, at.now_s))
+    return at._note(at.machine.entry(push, at.now_s)) + at._note(at.machine.entry(seal, at.now_s))
 
 
 def test_what_it_sealed_counts_where_it_is_held() -> None:
@@ -224,7 +224,7 @@ def test_what_a_seal_came_with_is_known_when_its_worker_has_confirmed_that() -> 
     other.machine.state.schedule.hold(cut, 0, 100.0)
     carry(other)
     again = SealEvent(PLACE, other.sender(0), 2, SealTerms(1, skip=True), 1)
-    other.machine.seal(again, other.now_s)
+    other.machine.entry(again, other.now_s)
     effects = step(other, other.sender(1), 1, 1)
     effects += other.machine.end_cut(cut, other.now_s)
     (record,) = counted(effects)
@@ -236,5 +236,5 @@ def carry(at: Bench) -> Mapping[tuple[int, int], Outcome]:
     invalid = InvalidTensor("non-finite")
     push = PushEvent(PLACE, at.sender(0), 1, 1, 0, 256, None, invalid)
     seal = SealEvent(PLACE, at.sender(0), 2, SealTerms(1), skip_if_invalid=True)
-    effects = at.machine.push(push, at.now_s) + at.machine.seal(seal, at.now_s)
+    effects = at.machine.entry(push, at.now_s) + at.machine.entry(seal, at.now_s)
     return outcomes(effects)

@@ -119,7 +119,7 @@ def test_the_gate_tells_the_rows_of_every_worker_until_the_update_forms() -> Non
         part = store.decode(0, Codec.FP32, payload_of(ids, np.ones((10, 4), np.float32)), b"")
         sender = Bench.sender(rank)
         staging.heard(sender)
-        machine.push(PushEvent(PLACE, sender, 1, 1, 0, part.byte_count, part), 1.0)
-        machine.seal(SealEvent(PLACE, sender, 2, SealTerms(1)), 1.0)
+        machine.entry(PushEvent(PLACE, sender, 1, 1, 0, part.byte_count, part), 1.0)
+        machine.entry(SealEvent(PLACE, sender, 2, SealTerms(1)), 1.0)
         sizes.append(staging.held_bytes // part.byte_count)
     assert sizes[:2] == [1, 2]

@@ -350,7 +350,7 @@ def test_the_sender_of_a_scale_is_no_stranger() -> None:
     """A new incarnation of a rank has to join before anything of it counts."""
     at = summed()
     event_sender = at.sender(0)._replace(incarnation=Incarnation(5000))
-    effects = at.machine.scale(ScaleEvent(PLACE, event_sender, 1, 1, 0.5), at.now_s)
+    effects = at.machine.entry(ScaleEvent(PLACE, event_sender, 1, 1, 0.5), at.now_s)
     assert kinds(effects) == [ReplyKind.ERROR]
 
 
