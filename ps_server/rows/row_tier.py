@@ -19,6 +19,8 @@ class RowTier:
         least_frame_count: rows of a partition that are in memory, whatever they take.
         on_loss: called when the disk does not give back what it took.
         release: gives pages of memory back to the system.
+        takes: files may get larger: the disk took the last rows, or may be tried again.
+        retakes: rows may be written in place of others.
     """
 
     def __init__(
@@ -33,38 +35,28 @@ class RowTier:
         self.least_frame_count = least_frame_count
         self.fetched_count = self.written_count = self.frame_bytes = 0
         self.failure: OSError | None = None
-        self._is_tried = self._is_retried = True
+        self.takes = self.retakes = True
 
     def file(self, record_bytes: int) -> RowFile:
         """A file for rows of one table."""
         return RowFile(self._disk, record_bytes)
 
-    @property
-    def takes(self) -> bool:
-        """True if files may get larger: the disk took the last rows, or may be tried again."""
-        return self._is_tried
-
-    @property
-    def retakes(self) -> bool:
-        """True if rows may be written in place of others."""
-        return self._is_retried
-
     def measured(self, frame_bytes: int) -> None:
         """Take the bytes of all frames. Since the last call the disk may have got space."""
-        self.frame_bytes, self._is_tried, self._is_retried = frame_bytes, True, True
+        self.frame_bytes, self.takes, self.retakes = frame_bytes, True, True
 
     def took(self, may_grow: bool) -> None:
         """The disk took some rows; in place of others, if their file might not get larger."""
         if may_grow:
-            self.failure, self._is_tried = None, True
+            self.failure, self.takes = None, True
 
     def refused(self, failure: OSError, may_grow: bool) -> None:
         """The disk did not take some rows."""
         self.failure = failure
         if may_grow:
-            self._is_tried = False
+            self.takes = False
         else:
-            self._is_retried = False
+            self.retakes = False
 
 
 def _nothing(_: Exception) -> None: ...
