@@ -25,7 +25,7 @@ import calendar
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -98,6 +98,7 @@ class Checkpointing:
 
     Attributes:
         pruning: held while checkpoints are pruned, and by a restore from its choice to `end`.
+        schedule: when one is due.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Checkpointing:
             metrics.checkpoints.labels(result=result)
         self._cluster = cluster
         self._keep = policy.keep
-        self._schedule = CheckpointSchedule(policy, cluster.settings)
+        self.schedule = CheckpointSchedule(policy, cluster.settings)
         self._carry_out = carry_out
         # By number: the answer to those who asked, or why there is none.
         self._made: dict[int, scheduler_pb2.CreateCheckpointResponse | str] = {}
@@ -160,16 +161,6 @@ class Checkpointing:
         return told
 
     @property
-    def clock(self) -> int:
-        """Highest clock that a worker has reported."""
-        return self._schedule.clock
-
-    @property
-    def reached(self) -> Mapping[NodeId, Mapping[TableId, int]]:
-        """Clocks in the last heartbeat of each worker."""
-        return self._schedule.reached
-
-    @property
     def left_url(self) -> str:
         """Directory for the state of workers that leave; empty: none."""
         settings = self._cluster.settings
@@ -180,12 +171,12 @@ class Checkpointing:
 
     def heard(self, node_id: NodeId, said: scheduler_pb2.NodeProgress) -> None:
         clocks = {TableId(table.table_id): table.clock for table in said.tables}
-        self._schedule.heard(node_id, clocks)
+        self.schedule.heard(node_id, clocks)
 
     def look(self, now_s: float) -> None:
-        reason = self._schedule.look(self._cluster.view, now_s)
+        reason = self.schedule.look(self._cluster.view, now_s)
         if reason and self._carried_out(self._cluster.begin_checkpoint(reason, now_s)).number:
-            self._schedule.begun(now_s)
+            self.schedule.begun(now_s)
 
     def end(self) -> list[str]:
         """A restore has replaced the cluster: its checkpoints decide nothing any more, no other is
@@ -339,7 +330,7 @@ class Checkpointing:
             made, newest = self._cluster.checkpoints.newest, None
             if made is not None:
                 newest = made.clock, self._show(made)
-            self._schedule.resumed(self._cluster.view, newest, clock.now_s())
+            self.schedule.resumed(self._cluster.view, newest, clock.now_s())
         if self._given_up:
             self._start(self._remove_given_up())
         under_way = self._cluster.view.checkpoint
@@ -372,7 +363,7 @@ class Checkpointing:
             self._metrics.checkpoints.labels(result="complete").inc()
         if made is not None and not self._is_over:
             made = self._counted(made)
-            self._schedule.made(made.clock, self._show(made))
+            self.schedule.made(made.clock, self._show(made))
         self._carried_out(self._cluster.end_checkpoint(written.number, problem, made))
         if problem and self._is_over:
             await self._remove(written.url)
@@ -397,7 +388,7 @@ class Checkpointing:
         elif isinstance(transition, CheckpointMade):
             self._start(self._remove_given_up())
         elif isinstance(transition, CheckpointUnneeded):
-            self._schedule.unneeded(now_s)
+            self.schedule.unneeded(now_s)
             self._start(self._answer_with_source(transition))
         elif isinstance(transition, CheckpointBegunAgain | CheckpointFailed):
             self._given_up.append(transition.url)
@@ -468,7 +459,7 @@ class Checkpointing:
             self._tell_missing(manifest)
             complete = self._counted(_complete_one(directory.url, manifest, time.time()))
             if not self._is_over:
-                self._schedule.made(complete.clock, now_s)
+                self.schedule.made(complete.clock, now_s)
                 self._show(complete)
                 self._metrics.checkpoints.labels(result="complete").inc()
             logs.info(

@@ -413,7 +413,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 cluster = self._cluster
                 self._caller(request.session, "RestoreCheckpoint")  # no other restore was faster
                 cluster.check_runs_are_over()
-                clock_before = self.checkpointing.clock
+                clock_before = self.checkpointing.schedule.clock
                 timeline, key = secrets.token_bytes(TIMELINE_BYTES), secrets.token_bytes(32)
                 settings = cluster.in_new_timeline(restored, timeline, key)
                 self._publication.cluster_replaced()
@@ -442,7 +442,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             is_awaited = self._carry_out(joined)
             must_step = False
             if request.stays:
-                reached = self.checkpointing.reached
+                reached = self.checkpointing.schedule.reached
                 stayed = self._cluster.stay_for_checkpoint(*place, reached, clock.now_s())
                 must_step = self._carry_out(stayed)
         return pb.JoinCheckpointResponse(must_step=must_step, is_awaited=is_awaited)

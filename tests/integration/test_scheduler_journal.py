@@ -159,8 +159,8 @@ def test_a_heartbeat_that_a_restore_overtakes_says_nothing_of_the_new_timeline(
             await until(lambda: servicer._cluster is not begun.reply)
             store.may_write.set()
             await asyncio.gather(joins, beats, restores)
-            assert servicer.checkpointing.clock == 0
-            assert servicer.checkpointing.reached == {}
+            assert servicer.checkpointing.schedule.clock == 0
+            assert servicer.checkpointing.schedule.reached == {}
             await told_again(scheduler.beat(server), "another timeline")
 
     async def told_again(call: Coroutine[Any, Any, object], words: str) -> None:

@@ -203,10 +203,10 @@ def test_what_is_due_is_begun_and_what_failed_is_begun_again_a_while_later(
     async def live() -> None:
         saving = Saving(tmp_path)
         assert saving.look() == 0
-        assert saving.edge.clock == 0
+        assert saving.edge.schedule.clock == 0
         saving.heard(10)
-        assert saving.edge.clock == 10
-        assert saving.edge.reached == {saving.worker.node_id: {TABLE: 10}}
+        assert saving.edge.schedule.clock == 10
+        assert saving.edge.schedule.reached == {saving.worker.node_id: {TABLE: 10}}
         assert saving.look() == 1
         saving.edge.give_up("it takes too long")
         assert len(saving.happened(CheckpointFailed)) == 1
