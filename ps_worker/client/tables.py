@@ -586,13 +586,20 @@ class Pulls:
         self._callbacks = CallbackThread()
 
     def start(
-        self, table: TableHandle, raw: Raw, *, held: HeldValues | None = None
+        self,
+        table: TableHandle,
+        raw: Raw,
+        *,
+        held: HeldValues | None = None,
+        blocks: Container[int] | None = None,
     ) -> PullTicket[Pulled]:
-        """Begin to pull a whole table at this worker's clock into `raw`, 1-D uint8, which the
-        background thread writes until the ticket is done. `held` says what `raw` has from earlier
-        pulls; values that are still the same do not come.
+        """Begin to pull a whole table, or only these blocks of it, at this worker's clock into
+        `raw`, 1-D uint8, which has space for all of it; the background thread writes there until
+        the ticket is done. `held` says what `raw` has from earlier pulls; values that are still the
+        same do not come.
         """
-        return self.start_blocks(table, raw, held, None)
+        order = replace(self._order(table, raw, None, None), held=held, blocks=blocks)
+        return PullTicket(table.table, self._connection.loop.start(self._engine.pull(order)))
 
     def order(
         self, table: TableHandle, raw: Raw, held: HeldValues, timeout_s: float, *, consistent: bool
@@ -604,17 +611,6 @@ class Pulls:
         """Begin pulls of which the first that fails ends the others, as `ended_together`."""
         pulling = ended_together(self._engine.pull, orders)
         return PullTicket(orders[0].table, self._connection.loop.start(pulling))
-
-    def start_blocks(
-        self,
-        table: TableHandle,
-        raw: Raw,
-        held: HeldValues | None,
-        blocks: Container[int] | None,
-    ) -> PullTicket[Pulled]:
-        """As `start`, of some blocks only, unless None; `raw` is the whole table's memory."""
-        order = replace(self._order(table, raw, None, None), held=held, blocks=blocks)
-        return PullTicket(table.table, self._connection.loop.start(self._engine.pull(order)))
 
     def start_pieces(
         self, table: TableHandle, raw: Raw, pieces: Sequence[Region], held: HeldValues

@@ -53,8 +53,8 @@ class TableClient:
     def begin_step(self, handle: TableHandle) -> TableStep:
         return handle.steps.open_step()
 
-    def start_blocks(
-        self, handle: TableHandle, raw: Any, held: HeldValues, blocks: Any
+    def start(
+        self, handle: TableHandle, raw: Any, *, held: HeldValues, blocks: Any = None
     ) -> PullTicket[Any]:
         del raw
         self.held = held

@@ -178,8 +178,10 @@ class Member(TableClient):
         del table, clock
         future.set_result(None)
 
-    def start(self, handle: TableHandle, raw: object, *, held: object) -> PullTicket[Any]:
-        ticket = self.start_blocks(handle, raw, HeldValues(), held)
+    def start(
+        self, handle: TableHandle, raw: Any, *, held: HeldValues, blocks: Any = None
+    ) -> PullTicket[Any]:
+        ticket = super().start(handle, raw, held=held, blocks=blocks)
         ticket.future.set_result(None)
         return ticket
 

@@ -461,8 +461,8 @@ class TrainedTable:
         """Begin to pull the table, or some blocks, at this worker's clock; `finish` waits."""
         self._prepare_pull()
         self._pulled_blocks = blocks
-        self._pull = self._client.pulls.start_blocks(
-            self.handle, self._received.raw, self._held, blocks
+        self._pull = self._client.pulls.start(
+            self.handle, self._received.raw, held=self._held, blocks=blocks
         )
         self.pending.add(self._pull)
 
