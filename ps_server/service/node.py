@@ -357,7 +357,7 @@ class ParameterNode:
         effects: list[Effect] = []
         for event in events:
             place = event.place
-            stream.expect((place.table_id, place.range_id, event.sequence), now_s)
+            stream.pending.setdefault((place.table_id, place.range_id, event.sequence), now_s)
             effects += self.machine.entry(event, now_s)
         return effects
 

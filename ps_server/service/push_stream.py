@@ -42,7 +42,11 @@ _Entry = tuple[TableId, RangeId, int]
 
 
 class PushStream:
-    """The server's end of a Push or PushPull stream."""
+    """The server's end of a Push or PushPull stream.
+
+    Attributes:
+        pending: entries to which it owes a last reply, and when they came.
+    """
 
     def __init__(self, origin: int, session: Session, reader: Reader) -> None:
         self.origin = origin
@@ -59,10 +63,6 @@ class PushStream:
         self._input_has_ended = False
         self._is_held = False
         self._failure: BaseException | None = None
-
-    def expect(self, entry: _Entry, now_s: float) -> None:
-        """Note an entry: its stream owes it a last reply."""
-        self.pending.setdefault(entry, now_s)
 
     def hold(self, more_follow: bool) -> None:
         """Hold the replies to a message for those to the next, unless some wait already. Briefly:

@@ -90,7 +90,7 @@ def test_what_is_owed_of_a_range_that_was_given_up_is_refused() -> None:
     async def whole() -> None:
         stream = PushStream(1, SESSION, UnreadAnswers(lambda: 0.0).reader())
         for range_id in (0, 1):
-            stream.expect((TableId(1), RangeId(range_id), 1), 0.0)
+            stream.pending.setdefault((TableId(1), RangeId(range_id), 1), 0.0)
         stream.give_up([RangeId(0)], NotOwner("another is primary"))
         stream.reply(RECEIVED._replace(range_id=RangeId(1), kind=ReplyKind.COMMITTED))
         stream.end_input()
@@ -121,7 +121,7 @@ def test_a_half_closed_stream_ends_behind_its_last_answer() -> None:
                 await asyncio.wait({reading}, timeout=0)
             return not reading.done()
 
-        stream.expect((TableId(1), RangeId(0), 1), 0.0)
+        stream.pending.setdefault((TableId(1), RangeId(0), 1), 0.0)
         stream.pull_begins()
         stream.end_input()
         reading = asyncio.create_task(read())
@@ -138,7 +138,7 @@ def test_a_half_closed_stream_ends_behind_its_last_answer() -> None:
         assert [part for _, part in sent if part is not None] == [b"first", b"last"]
 
         stream = PushStream(1, SESSION, UnreadAnswers(lambda: 0.0).reader())
-        stream.expect((TableId(1), RangeId(0), 1), 0.0)
+        stream.pending.setdefault((TableId(1), RangeId(0), 1), 0.0)
         stream.end_input()
         reading = asyncio.create_task(read())
         assert await goes_on()
