@@ -82,6 +82,7 @@ def _checked(count: int, modes: tuple[ComparedMode, ...], costs: Costs) -> list[
         compute=ps_worker.ComputeTime.parsed(COMPUTE),
         backward_share=BACKWARD_SHARE,
         host_cores=usable_core_count(),
+        has_gpus=True,  # an emulated computation is a sleep, which takes no core
     )
     settings = [
         (str(mode.consistency), mode.push_codec, mode.pull_codec, mode.outer_steps)

@@ -35,6 +35,7 @@ class PlannedCluster:
         backward_share: the last part of it, in which the gradients leave, evenly.
         replica_count: servers that hold each range.
         host_cores: cores of the one host on which all roles are; 0: each has a host of its own.
+        has_gpus: workers compute beside that host's cores.
     """
 
     worker_count: int
@@ -48,6 +49,7 @@ class PlannedCluster:
     backward_share: float
     replica_count: int = 1
     host_cores: int = 0
+    has_gpus: bool = False
 
     def validated(self) -> PlannedCluster:
         """The cluster itself, if there can be such a one; else InvalidConfig."""

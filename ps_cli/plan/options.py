@@ -74,10 +74,17 @@ class PlanOptions:
             "--one-host",
             metavar="CORES",
             min=0,
-            help="All roles share one host of so many cores, without a network. 0: each node has "
-            "a host of its own.",
+            help="All roles share one host of so many cores, without a network; the computation of "
+            "each worker takes one of them. 0: each node has a host of its own.",
         ),
     ] = 0
+    gpu: Annotated[
+        bool,
+        typer.Option(
+            "--gpu",
+            help="With --one-host: workers compute on GPUs, and take no core for it.",
+        ),
+    ] = False
     worker_price: Annotated[
         float, typer.Option(min=0.0, help="The price of a worker's host, an hour.")
     ] = 0.0
@@ -120,7 +127,7 @@ class PlanOptions:
     def command(self) -> str:
         """The command line, without what has its default."""
         given = [
-            (f"--{field.name.replace('_', '-')}", str(value))
+            (f"--{field.name.replace('_', '-')}", *([] if value is True else [str(value)]))
             for field in fields(self)
             if (value := getattr(self, field.name)) != field.default
         ]

@@ -20,7 +20,7 @@ from ps_cli.console.svg import (
 from ps_cli.plan.cluster import PlannedCluster
 from ps_cli.plan.costs import Costs
 from ps_cli.plan.options import PlanOptions
-from ps_cli.plan.steps import RESOURCES, planned_step
+from ps_cli.plan.steps import planned_step
 from ps_cli.plan.table import Steps, head_and_cells
 
 _FACTORS = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
@@ -46,9 +46,10 @@ def page_of(options: PlanOptions, planned: PlannedCluster, costs: Costs, steps: 
 
 def _shares(steps: Steps) -> Plot:
     title = "The time that each resource is busy"
-    legend = tuple(LegendEntry(name, PALETTE[n]) for n, name in enumerate(RESOURCES))
+    resources = next(iter(steps.values())).busy
+    legend = tuple(LegendEntry(name, PALETTE[n]) for n, name in enumerate(resources))
     bars = [
-        Bar(str(mode), name, tuple(share if name == other else 0.0 for other in RESOURCES))
+        Bar(str(mode), name, tuple(share if name == other else 0.0 for other in resources))
         for mode, step in steps.items()
         for name, share in step.busy.items()
     ]

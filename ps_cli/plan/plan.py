@@ -74,6 +74,11 @@ def cluster_of(options: PlanOptions) -> PlannedCluster:
     for option, example in (("model", "7e9"), ("compute", "300ms")):
         if not getattr(options, option):
             raise InvalidConfig(f"{option} is not given; expected --{option}, such as {example}")
+    if options.gpu and not options.one_host:
+        raise InvalidConfig(
+            "gpu is given without --one-host; expected both, since a worker with a host of its own "
+            "computes in --compute whatever it computes on"
+        )
     dtypes = [dtype.value for dtype in _DTYPES]
     if options.dtype not in dtypes:
         raise InvalidConfig(f"dtype is '{options.dtype}'; expected one of {', '.join(dtypes)}")
@@ -89,6 +94,7 @@ def cluster_of(options: PlanOptions) -> PlannedCluster:
         backward_share=options.backward,
         replica_count=options.replicas,
         host_cores=options.one_host,
+        has_gpus=options.gpu,
     )
     return planned.validated()
 

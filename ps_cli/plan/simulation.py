@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import simpy
 
@@ -30,16 +32,83 @@ class Station:
 
 
 class Cores:
-    """The cores of a host, which its threads share: who asks first is served first."""
+    """The cores of a host, which its threads share: who asks first is served first, and all of them
+    before computations, which lose a core to a thread that wakes.
+    """
 
-    def __init__(self, count: int) -> None:
-        self._free_s = [0.0] * count
+    def __init__(self, simulation: simpy.Environment, count: int) -> None:
+        self._simulation = simulation
+        self._count = self._idle_count = count
+        self._turns: deque[_Turn] = deque()
+        self._computations: deque[_Turn] = deque()
+        self._computing: list[_Turn] = []
+        self._busy_s = self._counted_until_s = 0.0
 
-    def end_s(self, now_s: float, seconds: float) -> float:
-        """The time at which a core that is taken now has done so many seconds of work."""
-        end_s = max(now_s, self._free_s[0]) + seconds
-        heapq.heapreplace(self._free_s, end_s)
-        return end_s
+    @property
+    def busy_s(self) -> float:
+        """The seconds of work done so far, of all cores."""
+        self._count_work()
+        return self._busy_s
+
+    def serve(self, seconds: float, end: Callable[[], object]) -> None:
+        """Call `end` when a core has done so many seconds of a thread's work."""
+        self._turns.append(_Turn(seconds, end))
+        self._begin_waiting()
+
+    def compute(self, seconds: float) -> simpy.Event:
+        """Happens when a core has done so many seconds of a computation."""
+        computed: simpy.Event = self._simulation.event()
+        self._computations.append(_Turn(seconds, computed.succeed))
+        self._begin_waiting()
+        return computed
+
+    def _begin_waiting(self) -> None:
+        """Give cores to those who wait for one."""
+        self._count_work()
+        while self._turns and (self._idle_count or self._computing):
+            if not self._idle_count:
+                self._interrupt(self._computing.pop())
+            self._begin(self._turns.popleft())
+        while self._computations and self._idle_count:
+            self._computing.append(self._computations.popleft())
+            self._begin(self._computing[-1])
+
+    def _begin(self, turn: _Turn) -> None:
+        self._idle_count -= 1
+        turn.began_s = self._simulation.now
+        turn.timer = simpy.Timeout(self._simulation, turn.left_s)
+        turn.timer.callbacks.append(partial(self._end, turn))
+
+    def _interrupt(self, turn: _Turn) -> None:
+        self._idle_count += 1
+        turn.timer = None
+        turn.left_s = max(0.0, turn.left_s - (self._simulation.now - turn.began_s))
+        self._computations.appendleft(turn)
+
+    def _end(self, turn: _Turn, timer: simpy.Event) -> None:
+        if turn.timer is not timer:
+            return  # it was interrupted
+        self._count_work()
+        self._idle_count += 1
+        if turn in self._computing:
+            self._computing.remove(turn)
+        turn.end()  # first: it may ask for the next turn of its thread
+        self._begin_waiting()
+
+    def _count_work(self) -> None:
+        now_s = self._simulation.now
+        self._busy_s += (self._count - self._idle_count) * (now_s - self._counted_until_s)
+        self._counted_until_s = now_s
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """Work on one core; `timer` rings at its end, and is None while it waits."""
+
+    left_s: float
+    end: Callable[[], object]
+    began_s: float = 0.0
+    timer: simpy.Event | None = None
 
 
 class Thread(Station):
@@ -64,11 +133,9 @@ class Thread(Station):
         return served
 
     def _begin(self) -> None:
-        now_s = self._simulation.now
-        end_s = self._cores.end_s(now_s, self._visits[0][0])
-        simpy.Timeout(self._simulation, end_s - now_s).callbacks.append(self._end)
+        self._cores.serve(self._visits[0][0], self._end)
 
-    def _end(self, _: simpy.Event) -> None:
+    def _end(self) -> None:
         seconds, served = self._visits.popleft()
         self._done_s += seconds
         if self._visits:

@@ -5,9 +5,10 @@ alone (on one host, where they share its cores, all). Bytes and work are grouped
 moves in up to 32 segments, each with its share of every server. So 1000 workers take seconds.
 
 A step, or an outer step:
-    1. The worker computes. Segments of its gradient are ready one after the other while backward
-       runs; those of a pseudo-gradient after the last inner step. Each passes the worker's
-       processor and link, the network, the server's link and its loop, which accumulates it.
+    1. The worker computes; on one host without GPUs it takes one of the cores. Segments of its
+       gradient are ready one after the other while backward runs; those of a pseudo-gradient after
+       the last inner step. Each passes the worker's processor and link, the network, the server's
+       link and its loop, which accumulates it.
     2. When all of them are received, a message there and back later, the seal is with the server.
     3. The gate. BSP: the step of the last worker whose step is waited for starts the update. SSP
        and ASP: each step is an update. With a replica the update goes to a backup before it counts;
@@ -44,7 +45,8 @@ _MOST_WARM_UP = 40
 
 COMPUTE, WORKER_CPU, WORKER_LINK = "compute", "worker's CPU", "worker's link"
 SERVER_CPU, SERVER_LINK, OTHERS = "server's CPU", "server's link", "stragglers"
-RESOURCES = (COMPUTE, WORKER_CPU, WORKER_LINK, SERVER_CPU, SERVER_LINK, OTHERS)
+HOST_CORES = "host's cores"
+"""The busiest one if roles share a host, whose computing and processors are parts of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,8 @@ class PlannedStep:
         server_in_bytes: what the fullest server receives in the time of a step.
         server_out_bytes: what it sends.
         busy: the share of the time that each resource is busy: the busier direction of a link,
-            computing, and waiting for the step of a slower worker; means of the workers.
+            computing, and waiting for the step of a slower worker; means of the workers, and of
+            one host's cores.
     """
 
     step_s: float
@@ -137,7 +140,8 @@ class _Cluster:
         self._backward_share = 0.0 if mode.outer_steps else planned.backward_share
         self._simulation = simpy.Environment()
         self._gate = _Gate(self._simulation)
-        cores = Cores(planned.host_cores) if planned.host_cores else None
+        cores = Cores(self._simulation, planned.host_cores) if planned.host_cores else None
+        self._cores = cores
         self._workers = [_Node(self._simulation, cores) for _ in range(planned.worker_count)]
         server_count = planned.server_count if cores else 1
         self._servers = [_Node(self._simulation, cores) for _ in range(server_count)]
@@ -174,7 +178,7 @@ class _Cluster:
             pulled_bytes=load.pulled_bytes / inner_count,
             server_in_bytes=share * (count * load.pushed_bytes + replica_bytes) / inner_count,
             server_out_bytes=share * (count * load.pulled_bytes + replica_bytes) / inner_count,
-            busy={name: (after[name] - before[name]) / elapsed_s for name in RESOURCES},
+            busy={name: (after[name] - before[name]) / elapsed_s for name in after},
         )
 
     @property
@@ -188,8 +192,9 @@ class _Cluster:
             self._simulation.step()
 
     def _busy_s(self) -> dict[str, float]:
-        workers, servers = self._workers, self._servers
-        return {
+        workers, servers, cores = self._workers, self._servers, self._cores
+        shared = {HOST_CORES: cores.busy_s / self._planned.host_cores} if cores else {}
+        return shared | {
             COMPUTE: fmean(node.computed_s for node in workers),
             WORKER_CPU: fmean(node.cpu.busy_s for node in workers),
             WORKER_LINK: fmean(node.link_busy_s for node in workers),
@@ -208,9 +213,10 @@ class _Cluster:
             clock = max(clock, gate.decided) + 1  # a discarded step leaves clocks out
             compute_s = self._compute_s(rank, clock)
             received = Latch(self._simulation, move_count)
-            yield self._simulation.timeout(compute_s * (1 - backward_share))
             for _ in segments:
-                yield self._simulation.timeout(compute_s * backward_share / len(segments))
+                yield self._computed(compute_s * (1 - backward_share) / len(segments))
+            for _ in segments:
+                yield self._computed(compute_s * backward_share / len(segments))
                 for server in self._servers:
                     self._simulation.process(self._push(node, server, received))
             node.computed_s += compute_s
@@ -233,6 +239,12 @@ class _Cluster:
         first = (clock - 1) * self._inner_count + 1
         inner_clocks = range(first, first + self._inner_count)
         return sum(compute.seconds(rank, worker_count, inner) for inner in inner_clocks)
+
+    def _computed(self, seconds: float) -> simpy.Event:
+        """Happens when a worker has computed for so long."""
+        if self._cores and not self._planned.has_gpus:
+            return self._cores.compute(seconds)
+        return self._simulation.timeout(seconds)
 
     def _push(self, worker: _Node, server: _Node, received: Latch) -> ProcessGenerator:
         load, parts = self._load, self._segment_count

@@ -108,11 +108,37 @@ def test_a_station_is_busy_for_the_part_that_it_has_done() -> None:
 def test_threads_share_cores() -> None:
     """a and c take the two cores; d waits for one, and b for its own thread and then for a core."""
     simulation = simpy.Environment()
-    cores = Cores(2)
+    cores = Cores(simulation, 2)
     one, two, three = (Thread(simulation, cores) for _ in range(3))
     ended_s = visits(simulation, [("a", one), ("b", one), ("c", two), ("d", three)])
     assert ended_s == [("a", 1.0), ("c", 1.0), ("d", 2.0), ("b", 2.0), ("all", 2.5)]
     assert one.busy_s == 2.0
+    assert cores.busy_s == 4.0
+
+
+def test_computations_share_cores_and_lose_them_to_threads() -> None:
+    """One core: a second of computation waits for two turns of a thread, which has begun later."""
+    simulation = simpy.Environment()
+    cores = Cores(simulation, 1)
+    thread = Thread(simulation, cores)
+    ended_s = {}
+
+    def computation(name: str) -> ProcessGenerator:
+        yield cores.compute(1.0)
+        ended_s[name] = simulation.now
+
+    def turns() -> ProcessGenerator:
+        yield simulation.timeout(0.25)
+        yield thread.serve(0.5) & thread.serve(0.5)
+        ended_s["thread"] = simulation.now
+
+    for each in (computation("one"), computation("two"), turns()):
+        simulation.process(each)
+    simulation.run(until=1.5)
+    assert cores.busy_s == 1.5
+    simulation.run()
+    assert ended_s == {"thread": 1.25, "one": 2.0, "two": 3.0}
+    assert cores.busy_s == 3.0
 
 
 def test_without_costs_a_step_takes_the_time_of_its_computation() -> None:
@@ -355,15 +381,32 @@ def test_what_was_not_measured_is_refused() -> None:
 def test_roles_on_one_host_share_its_cores_and_need_no_network() -> None:
     costs = replace(FREE, push={"none": Ends(1.0, 0.0)})
     gb = TABLE_BYTES / GB
-    host = replace(CLUSTER, worker_count=8, bytes_per_s=1.0)
+    host = replace(CLUSTER, worker_count=8, bytes_per_s=1.0, has_gpus=True)
     for cores, expected_s in ((1, 8 * gb), (2, 4 * gb), (8, gb), (100, gb)):
         found = step(replace(host, host_cores=cores), "bsp", costs)
         assert found.step_s == pytest.approx(1.0 + expected_s, rel=0.02)
 
 
+@pytest.mark.parametrize("mode", ["bsp", "asp", "bsp+outer:4"])
+@pytest.mark.parametrize("backward_share", [0.0, 0.67])
+def test_computations_on_one_host_share_its_cores(mode: str, backward_share: float) -> None:
+    """One core for each worker, beside what the roles do; GPUs compute beside the cores."""
+    costs = replace(FREE, push={"none": Ends(0.5, 0.5)})
+    host = replace(CLUSTER, worker_count=8, backward_share=backward_share)
+    moved_s = 8 * TABLE_BYTES / GB / (4 if "outer" in mode else 1)
+    for cores, expected_s in ((1, 8.0 + moved_s), (2, 4.0 + moved_s / 2)):
+        found = step(replace(host, host_cores=cores), mode, costs)
+        assert found.step_s == pytest.approx(expected_s, rel=0.05)
+        assert found.bottleneck == "host's cores"
+        assert found.busy["host's cores"] == pytest.approx(1.0, abs=0.05)
+    for shared in (replace(host, host_cores=100), replace(host, host_cores=100, has_gpus=True)):
+        assert step(shared, mode).step_s == pytest.approx(1.0)
+    assert "host's cores" not in step(host, mode, costs).busy
+
+
 def test_servers_on_one_host_share_its_cores() -> None:
     costs = replace(FREE, push={"none": Ends(0.0, 1.0)})
-    cluster = replace(CLUSTER, server_count=4, host_cores=2)
+    cluster = replace(CLUSTER, server_count=4, host_cores=2, has_gpus=True)
     assert step(cluster, "bsp", costs).step_s == pytest.approx(1.0 + TABLE_BYTES / GB / 2, rel=0.05)
 
 

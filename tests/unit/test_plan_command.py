@@ -169,6 +169,7 @@ def test_curves_leave_out_clusters_that_cannot_be(tmp_path: Path) -> None:
         ((*ASKED, "--modes", "later"), "consistency is 'later'"),
         (("--model", "1", "--compute", "permanent:1s,2s,rank=4"), "expected a rank below 1"),
         ((*ASKED, "--costs", "missing.json"), "the costs missing.json cannot be read"),
+        ((*ASKED, "--gpu"), "gpu is given without --one-host"),
         ((*ASKED, "--report", "missing/plan.html"), "missing/plan.html cannot be written"),
     ],
 )
