@@ -66,11 +66,15 @@ class PlannedCluster:
         return self
 
     @property
-    def fullest_share(self) -> float:
-        """The share of the model that the fullest server has: whole key ranges, of whole blocks."""
+    def shares(self) -> list[float]:
+        """The share of the model that each server has, the fullest one's first: whole key ranges,
+        of whole blocks. Servers that have none are left out.
+        """
         blocks = -(-self.element_count // limits.DEFAULT_BLOCK_ELEMENTS)
         ranges = min(blocks, range_count_for(self.server_count))
-        return -(-ranges // self.server_count) / ranges
+        fewest, rest = divmod(ranges, self.server_count)
+        counts = [fewest + (number < rest) for number in range(min(self.server_count, ranges))]
+        return [count / ranges for count in counts]
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,8 +64,8 @@ class PlannedStep:
         server_in_bytes: what the fullest server receives in the time of a step.
         server_out_bytes: what it sends.
         busy: the share of the time that each resource is busy: the busier direction of a link,
-            computing, and waiting for the step of a slower worker; means of the workers, and of
-            one host's cores.
+            computing, and waiting for the step of a slower worker; means of the workers and of
+            one host's cores; of the servers the fullest one.
     """
 
     step_s: float
@@ -103,6 +103,18 @@ class _Node:
     @property
     def link_busy_s(self) -> float:
         return max(self.sending.busy_s, self.receiving.busy_s)
+
+
+class _Server(_Node):
+    """A server with a share of the model. Workers move `moved_share` of theirs with it: all of it
+    where it stands for all servers.
+    """
+
+    def __init__(
+        self, simulation: simpy.Environment, cores: Cores | None, share: float, moved_share: float
+    ) -> None:
+        super().__init__(simulation, cores)
+        self.share, self.moved_share = share, moved_share
 
 
 class _Gate:
@@ -143,8 +155,9 @@ class _Cluster:
         cores = Cores(self._simulation, planned.host_cores) if planned.host_cores else None
         self._cores = cores
         self._workers = [_Node(self._simulation, cores) for _ in range(planned.worker_count)]
-        server_count = planned.server_count if cores else 1
-        self._servers = [_Node(self._simulation, cores) for _ in range(server_count)]
+        shares = planned.shares
+        moved = [(each, each) for each in shares] if cores else [(shares[0], 1.0)]
+        self._servers = [_Server(self._simulation, cores, *each) for each in moved]
         self._byte_s = 0.0 if cores else 1 / planned.bytes_per_s
         self._trip_s = costs.call_s + planned.latency_s
         segments = _SEGMENTS_A_STEP // planned.worker_count
@@ -154,7 +167,7 @@ class _Cluster:
     def steady(self) -> PlannedStep:
         """The steps after the warm-up."""
         planned, load = self._planned, self._load
-        count, share = planned.worker_count, planned.fullest_share
+        count, share = planned.worker_count, planned.shares[0]
         warm_up, steps = 1, _STEP_COUNT
         if planned.compute.slow_s:
             steps = _STRAGGLER_STEP_COUNT
@@ -192,14 +205,14 @@ class _Cluster:
             self._simulation.step()
 
     def _busy_s(self) -> dict[str, float]:
-        workers, servers, cores = self._workers, self._servers, self._cores
+        workers, fullest, cores = self._workers, self._servers[0], self._cores
         shared = {HOST_CORES: cores.busy_s / self._planned.host_cores} if cores else {}
         return shared | {
             COMPUTE: fmean(node.computed_s for node in workers),
             WORKER_CPU: fmean(node.cpu.busy_s for node in workers),
             WORKER_LINK: fmean(node.link_busy_s for node in workers),
-            SERVER_CPU: fmean(node.cpu.busy_s for node in servers),
-            SERVER_LINK: fmean(node.link_busy_s for node in servers),
+            SERVER_CPU: fullest.cpu.busy_s,
+            SERVER_LINK: fullest.link_busy_s,
             OTHERS: fmean(node.waited_s for node in workers),
         }
 
@@ -246,32 +259,30 @@ class _Cluster:
             return self._cores.compute(seconds)
         return self._simulation.timeout(seconds)
 
-    def _push(self, worker: _Node, server: _Node, received: Latch) -> ProcessGenerator:
+    def _push(self, worker: _Node, server: _Server, received: Latch) -> ProcessGenerator:
         load, parts = self._load, self._segment_count
-        share = self._planned.fullest_share / parts
-        own = parts * len(self._servers)
-        yield worker.cpu.serve(load.worker_push_s / own)
-        yield worker.sending.serve(load.pushed_bytes * self._byte_s / own)
+        share, moved_share = server.share / parts, server.moved_share / parts
+        yield worker.cpu.serve(load.worker_push_s * moved_share)
+        yield worker.sending.serve(load.pushed_bytes * self._byte_s * moved_share)
         yield self._simulation.timeout(self._planned.latency_s / 2)
         yield server.receiving.serve(load.pushed_bytes * self._byte_s * share)
         yield server.cpu.serve(load.server_push_s * share)
         received.arrive()
 
-    def _answer(self, worker: _Node, server: _Node, pulled: Latch) -> ProcessGenerator:
+    def _answer(self, worker: _Node, server: _Server, pulled: Latch) -> ProcessGenerator:
         """A worker's pull, which has one segment at a time in the server's loop, as others have."""
-        share = self._planned.fullest_share / self._segment_count
+        share = server.share / self._segment_count
         for _ in range(self._segment_count):
             yield server.cpu.serve(self._load.server_pull_s * share)
             self._simulation.process(self._pull(worker, server, pulled))
 
-    def _pull(self, worker: _Node, server: _Node, pulled: Latch) -> ProcessGenerator:
+    def _pull(self, worker: _Node, server: _Server, pulled: Latch) -> ProcessGenerator:
         load, parts = self._load, self._segment_count
-        share = self._planned.fullest_share / parts
-        own = parts * len(self._servers)
+        share, moved_share = server.share / parts, server.moved_share / parts
         yield server.sending.serve(load.pulled_bytes * self._byte_s * share)
         yield self._simulation.timeout(self._planned.latency_s / 2)
-        yield worker.receiving.serve(load.pulled_bytes * self._byte_s / own)
-        yield worker.cpu.serve(load.worker_pull_s / own)
+        yield worker.receiving.serve(load.pulled_bytes * self._byte_s * moved_share)
+        yield worker.cpu.serve(load.worker_pull_s * moved_share)
         pulled.arrive()
 
     def _sealed(self, node: _Node, clock: int) -> ProcessGenerator:
@@ -307,8 +318,8 @@ class _Cluster:
             self._simulation.process(self._update(server, updated))
         return updated.opened
 
-    def _update(self, server: _Node, updated: Latch) -> ProcessGenerator:
-        load, share = self._load, self._planned.fullest_share
+    def _update(self, server: _Server, updated: Latch) -> ProcessGenerator:
+        load, share = self._load, server.share
         yield server.cpu.serve((load.update_s + load.replica_s) * share)
         if load.replica_bytes:
             yield server.sending.serve(load.replica_bytes * self._byte_s * share)

@@ -324,20 +324,20 @@ def test_more_servers_and_faster_links_are_never_slower() -> None:
 
 
 @pytest.mark.parametrize(
-    ("server_count", "element_count", "share"),
+    ("server_count", "element_count", "shares"),
     [
-        (1, ELEMENT_COUNT, 1.0),
-        (4, ELEMENT_COUNT, 0.25),
-        (100, ELEMENT_COUNT, 3 / 256),
-        (4, DEFAULT_BLOCK_ELEMENTS, 1.0),
-        (4, 5 * DEFAULT_BLOCK_ELEMENTS, 2 / 5),
+        (1, ELEMENT_COUNT, [1.0]),
+        (4, ELEMENT_COUNT, [0.25] * 4),
+        (100, ELEMENT_COUNT, [3 / 256] * 56 + [2 / 256] * 44),
+        (4, DEFAULT_BLOCK_ELEMENTS, [1.0]),
+        (4, 5 * DEFAULT_BLOCK_ELEMENTS, [2 / 5, 1 / 5, 1 / 5, 1 / 5]),
     ],
 )
-def test_the_fullest_server_has_whole_ranges(
-    server_count: int, element_count: int, share: float
+def test_servers_have_whole_ranges(
+    server_count: int, element_count: int, shares: list[float]
 ) -> None:
     cluster = replace(CLUSTER, server_count=server_count, element_count=element_count)
-    assert cluster.fullest_share == share
+    assert cluster.shares == shares
 
 
 @pytest.mark.parametrize(
@@ -408,6 +408,27 @@ def test_servers_on_one_host_share_its_cores() -> None:
     costs = replace(FREE, push={"none": Ends(0.0, 1.0)})
     cluster = replace(CLUSTER, server_count=4, host_cores=2, has_gpus=True)
     assert step(cluster, "bsp", costs).step_s == pytest.approx(1.0 + TABLE_BYTES / GB / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("mode", ["bsp", "asp"])
+@pytest.mark.parametrize("block_count", [1, 5])
+def test_each_server_on_one_host_has_its_own_share(mode: str, block_count: int) -> None:
+    """Together they do a model's work, however few blocks it has for them."""
+    costs = replace(
+        FREE,
+        push={"none": Ends(0.0, 100.0)},
+        pull={"none": Ends(0.0, 100.0)},
+        update_s={"sgd": 100.0},
+    )
+    cluster = replace(
+        CLUSTER,
+        element_count=block_count * DEFAULT_BLOCK_ELEMENTS,
+        server_count=4,
+        host_cores=1,
+        has_gpus=True,
+    )
+    gb = 4 * cluster.element_count / GB
+    assert step(cluster, mode, costs).step_s == pytest.approx(1.0 + 300.0 * gb, rel=0.01)
 
 
 @pytest.mark.thorough
