@@ -16,6 +16,9 @@ from ps_core.tables.elements import NATIVE_CODEC, Codec, DType
 GB = 1e9
 FLOAT32_BYTES = Codec.FP32.element_bytes
 
+MOST_NODES = limits.MAX_NODE_COUNT // 2
+"""Workers of a cluster, and its servers: the scheduler refuses to begin with more."""
+
 _OUTER_OPTIMIZER = "sgd"
 """On the servers, where workers have optimizers of their own, whose time is in the computation."""
 
@@ -53,6 +56,14 @@ class PlannedCluster:
 
     def validated(self) -> PlannedCluster:
         """The cluster itself, if there can be such a one; else InvalidConfig."""
+        for name, count in (("workers", self.worker_count), ("servers", self.server_count)):
+            if not 1 <= count <= MOST_NODES:
+                raise InvalidConfig(f"{name} is {count}; expected 1 to {MOST_NODES}")
+        if self.block_elements > limits.MAX_BLOCK_ELEMENTS:
+            most = limits.MAX_TABLE_BLOCK_COUNT * limits.MAX_BLOCK_ELEMENTS
+            raise InvalidConfig(
+                f"model is {self.element_count}; expected at most {most}, the elements of one table"
+            )
         self.compute.check_fits(self.worker_count)
         if self.replica_count > self.server_count:
             raise InvalidConfig(
@@ -66,11 +77,34 @@ class PlannedCluster:
         return self
 
     @property
+    def block_elements(self) -> int:
+        """Elements of a block: the default, or the fewest with which one table has the model."""
+        unit = limits.BLOCK_ALIGNMENT_ELEMENTS
+        enough = -(-self.element_count // (limits.MAX_TABLE_BLOCK_COUNT * unit)) * unit
+        return max(limits.DEFAULT_BLOCK_ELEMENTS, enough)
+
+    @property
+    def remarks(self) -> list[str]:
+        """Sentences about this cluster for who plans it."""
+        found, idle_count = [], self.server_count - len(self.shares)
+        if idle_count:
+            found.append(
+                f"{idle_count} of {self.server_count} servers have nothing to do: the model fills "
+                f"{len(self.shares)} key ranges, and each is on one server"
+            )
+        if self.block_elements > limits.DEFAULT_BLOCK_ELEMENTS:
+            found.append(
+                f"planned with block_elements={self.block_elements}: with the default of "
+                f"{limits.DEFAULT_BLOCK_ELEMENTS} the scheduler refuses a table of so many blocks"
+            )
+        return found
+
+    @property
     def shares(self) -> list[float]:
         """The share of the model that each server has, the fullest one's first: whole key ranges,
         of whole blocks. Servers that have none are left out.
         """
-        blocks = -(-self.element_count // limits.DEFAULT_BLOCK_ELEMENTS)
+        blocks = -(-self.element_count // self.block_elements)
         ranges = min(blocks, range_count_for(self.server_count))
         fewest, rest = divmod(ranges, self.server_count)
         counts = [fewest + (number < rest) for number in range(min(self.server_count, ranges))]
@@ -106,7 +140,7 @@ def load_of(cluster: PlannedCluster, mode: ComparedMode, costs: Costs) -> StepLo
         pull = Codec(mode.pull_codec)
     count = cluster.element_count
     gb = count * FLOAT32_BYTES / GB
-    blocks = count / limits.DEFAULT_BLOCK_ELEMENTS
+    blocks = count / cluster.block_elements
     pushing, pulling = costs.of("push", push.codec), costs.of("pull", pull)
     backup_count = cluster.replica_count - 1
     return StepLoad(

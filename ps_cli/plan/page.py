@@ -17,7 +17,7 @@ from ps_cli.console.svg import (
     line_chart,
     stacked_bars,
 )
-from ps_cli.plan.cluster import PlannedCluster
+from ps_cli.plan.cluster import MOST_NODES, PlannedCluster
 from ps_cli.plan.costs import Costs
 from ps_cli.plan.options import PlanOptions
 from ps_cli.plan.steps import planned_step
@@ -90,4 +90,4 @@ def _curves(planned: PlannedCluster, modes: Sequence[ComparedMode], costs: Costs
 
 def _around(count: int, fewest: int) -> list[int]:
     """Counts around this one, each once."""
-    return sorted({max(fewest, round(factor * count)) for factor in _FACTORS})
+    return sorted({min(MOST_NODES, max(fewest, round(factor * count))) for factor in _FACTORS})

@@ -57,6 +57,8 @@ def plan(options: PlanOptions, output: Output) -> int:
         mode.check_fits(options.workers)
     steps = {mode: planned_step(planned, mode, costs) for mode in modes}
     output.print(table_of(options, steps))
+    for remark in planned.remarks:
+        output.say(remark)
     output.say(f"costs of the processor: {costs.machine}")
     if options.report is not None:
         _write(options.report, page_of(options, planned, costs, steps))

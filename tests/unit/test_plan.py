@@ -18,7 +18,7 @@ from ps_cli.plan.simulation import Cores, Latch, Station, Thread
 from ps_cli.plan.steps import PlannedStep, planned_step
 from ps_core.codecs.choices import PUSH_CHOICES, PushCodec
 from ps_core.errors import InvalidConfig
-from ps_core.limits import DEFAULT_BLOCK_ELEMENTS
+from ps_core.limits import DEFAULT_BLOCK_ELEMENTS, MAX_BLOCK_ELEMENTS, MAX_TABLE_BLOCK_COUNT
 from ps_core.tables.elements import DType
 
 GB = 1e9
@@ -356,6 +356,15 @@ def test_bytes_are_those_of_the_codecs(
     found = step(replace(FAST, dtype=dtype), mode)
     assert found.pushed_bytes == pushed * ELEMENT_COUNT
     assert found.pulled_bytes == pulled * ELEMENT_COUNT
+
+
+def test_a_table_of_as_many_elements_as_it_may_have_is_planned() -> None:
+    largest = replace(FAST, element_count=MAX_TABLE_BLOCK_COUNT * MAX_BLOCK_ELEMENTS)
+    assert largest.validated().block_elements == MAX_BLOCK_ELEMENTS
+    with pytest.raises(InvalidConfig, match="the elements of one table"):
+        replace(largest, element_count=largest.element_count + 1).validated()
+    defaults = replace(FAST, element_count=MAX_TABLE_BLOCK_COUNT * DEFAULT_BLOCK_ELEMENTS)
+    assert defaults.block_elements == DEFAULT_BLOCK_ELEMENTS
 
 
 def test_a_sparse_push_is_that_after_its_warm_up() -> None:

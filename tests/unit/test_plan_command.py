@@ -169,6 +169,9 @@ def test_curves_leave_out_clusters_that_cannot_be(tmp_path: Path) -> None:
         ((*ASKED, "--modes", "later"), "consistency is 'later'"),
         (("--model", "1", "--compute", "permanent:1s,2s,rank=4"), "expected a rank below 1"),
         ((*ASKED, "--costs", "missing.json"), "the costs missing.json cannot be read"),
+        ((*ASKED, "--workers", "20000"), "workers is 20000; expected 1 to 5000"),
+        ((*ASKED, "--servers", "5001"), "servers is 5001; expected 1 to 5000"),
+        (("--model", "200e9", "--compute", "1s"), "expected at most 137438953472, the elements"),
         ((*ASKED, "--gpu"), "gpu is given without --one-host"),
         ((*ASKED, "--report", "missing/plan.html"), "missing/plan.html cannot be written"),
     ],
@@ -179,6 +182,25 @@ def test_what_is_wrong_is_said_with_what_was_expected(
     found = plan(*arguments)
     assert found.exit_code == 2
     assert message in found.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remark"),
+    [
+        (("--model", "100e9", "--servers", "256"), "planned with block_elements=381504:"),
+        (("--model", "1e9", "--servers", "300"), "44 of 300 servers have nothing to do: the model"),
+        (("--model", "1e6", "--servers", "5"), "1 of 5 servers have nothing to do: the model"),
+        (("--model", "1e6", "--servers", "4"), ""),
+    ],
+)
+def test_a_cluster_that_wastes_or_needs_something_is_remarked_on(
+    arguments: tuple[str, ...], remark: str
+) -> None:
+    found = plan(*arguments, "--compute", "1s", "--modes", "bsp")
+    assert found.exit_code == 0, found.output
+    *_, said, costs = found.stdout.splitlines()
+    assert costs.startswith("costs of the processor")
+    assert said.startswith(remark or "bsp ")
 
 
 @pytest.mark.parametrize("option", ["--measure", "--report"])
