@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 
 from ps_cli.bench.devices import CPU, DEVICES
 from ps_cli.bench.instruments.environment import environment
+from ps_cli.bench.lanes import LANES
 from ps_cli.bench.measurements.checkpoint import checkpoint, checkpoint_view
 from ps_cli.bench.measurements.codecs import codecs, codecs_view
 from ps_cli.bench.measurements.dense import dense, dense_view
@@ -27,7 +28,7 @@ from ps_cli.bench.measurements.shards import shards, shards_view
 from ps_cli.bench.measurements.sparse import sparse, sparse_view
 from ps_cli.bench.measurements.train import train, train_view
 from ps_cli.bench.measurements.train_sized import train_sized, train_sized_view
-from ps_cli.bench.settings import BenchSettings
+from ps_cli.bench.settings import RATE_MBIT, BenchSettings
 from ps_core.errors import Internal, InvalidConfig
 
 Document = dict[str, Any]
@@ -42,7 +43,8 @@ def _no_fault(_: Document) -> str:
 @dataclass(frozen=True, slots=True)
 class Benchmark:
     """One benchmark: `measure` makes its document, whose environment has the settings alone; `view`
-    shows it to a person; `devices` may run its workers; `fault` finds the reason why it failed.
+    shows it to a person; `devices` may run its workers; `fault` finds the reason why it failed. It
+    measures lanes one by one if it `has_lanes`, and at any size if it `has_size`.
     """
 
     summary: str
@@ -50,6 +52,8 @@ class Benchmark:
     view: Callable[[Document], RenderableType]
     devices: tuple[str, ...] = (CPU,)
     fault: Callable[[Document], str] = _no_fault
+    has_lanes: bool = True
+    has_size: bool = True
 
 
 BENCHMARKS = {
@@ -60,16 +64,26 @@ BENCHMARKS = {
         "a training step with and without a cluster, seconds", train, train_view, DEVICES
     ),
     "optimizers": Benchmark(
-        "updates in a server, without the network, GB/s of gradient", optimizers, optimizers_view
+        "updates in a server, without the network, GB/s of gradient",
+        optimizers,
+        optimizers_view,
+        has_lanes=False,
     ),
     "codecs": Benchmark("codecs on one core, and rounds in them, GB/s", codecs, codecs_view),
     "link": Benchmark(
-        "rounds over a link of a given rate, as root, seconds", link, link_view, fault=link_fault
+        "rounds over a link of a given rate, as root, seconds",
+        link,
+        link_view,
+        fault=link_fault,
+        has_lanes=False,
     ),
     "memory": Benchmark("peak memory of a server and a worker, MB", memory, memory_view),
     "sessions": Benchmark("many sessions on one server, GB/s", sessions, sessions_view),
     "shards": Benchmark(
-        "a data pass with a slow worker, fixed and by shards, seconds", shards, shards_view
+        "a data pass with a slow worker, fixed and by shards, seconds",
+        shards,
+        shards_view,
+        has_size=False,
     ),
     "checkpoint": Benchmark(
         "checkpoints: writing, training meanwhile, restoring", checkpoint, checkpoint_view
@@ -119,6 +133,12 @@ def _chosen(name: str, settings: BenchSettings) -> Benchmark:
             f"servers is {settings.server_count}; {name} chooses its own, and only sparse with "
             "--replicas 2 or more and train with --size-mb leave that to you"
         )
+    if settings.lanes != LANES and not chosen.has_lanes:
+        raise InvalidConfig(f"lane is '{settings.lanes[0]}'; {name} has none to choose")
+    if settings.rate_mbit != RATE_MBIT and name != "link":
+        raise InvalidConfig(f"rate-mbit is {settings.rate_mbit}; only link has a link of a rate")
+    if settings.size_mb and not chosen.has_size:
+        raise InvalidConfig(f"size-mb is {settings.size_mb}; {name} has a size of its own")
     if settings.has_update_log and name != "dense":
         raise InvalidConfig(f"{name} runs without an update log; leave --update-log to dense")
     if has_replicas and name not in REPLICATED:

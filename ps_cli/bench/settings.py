@@ -12,6 +12,7 @@ from ps_cli.bench.devices import CPU
 from ps_cli.bench.instruments.sampling import MIB
 from ps_cli.bench.lanes import LANES
 
+RATE_MBIT = 1000
 ROUND_COUNT = 5
 QUICK_ROUND_COUNT = 2
 
@@ -31,7 +32,7 @@ class BenchSettings:
     replica_count: int = 1
     server_count: int = 0
     has_update_log: bool = False
-    rate_mbit: int = 1000
+    rate_mbit: int = RATE_MBIT
     on_progress: Callable[[str], None] = _ignore
 
     def table_bytes(self, default_mb: int, quick_mb: int) -> int:
@@ -71,7 +72,11 @@ class BenchOptions:
         ),
     ] = 0
     lane: Annotated[
-        str, typer.Option(help="The lane to measure: shm or grpc; by default both.")
+        str,
+        typer.Option(
+            help="The lane to measure, for all but optimizers and link: shm or grpc; by default "
+            "both, for shards shm alone."
+        ),
     ] = ""
     device: Annotated[str, typer.Option(help="train: the device of its steps, cpu or cuda.")] = CPU
     replicas: Annotated[
@@ -91,7 +96,7 @@ class BenchOptions:
         ),
     ] = 0
     rate_mbit: Annotated[int, typer.Option(min=1, help="link: Mbit/s of the link, each way.")] = (
-        1000
+        RATE_MBIT
     )
     update_log: Annotated[
         bool, typer.Option("--update-log", help="dense: with an update log, compared with none.")

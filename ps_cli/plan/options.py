@@ -124,14 +124,19 @@ class PlanOptions:
     ] = False
 
     @property
+    def given(self) -> dict[str, object]:
+        """The options that have not their default, by name."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
+
+    @property
     def command(self) -> str:
         """The command line, without what has its default."""
-        given = [
-            (f"--{field.name.replace('_', '-')}", *([] if value is True else [str(value)]))
-            for field in fields(self)
-            if (value := getattr(self, field.name)) != field.default
+        pairs = [
+            (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
+            for name, value in self.given.items()
         ]
-        return shlex.join(("pushpull", "plan", *(word for pair in given for word in pair)))
+        return shlex.join(("pushpull", "plan", *(word for pair in pairs for word in pair)))
 
     @property
     def has_prices(self) -> bool:

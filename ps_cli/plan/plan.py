@@ -32,6 +32,7 @@ def plan(options: PlanOptions, output: Output) -> int:
         InvalidConfig: an option is wrong, or a file cannot be read or written. What was measured
             is on standard output then.
     """
+    _check_alone(options)
     for path in filter(None, (options.measure, options.report)):
         check_writable(path)
     if options.measure is not None:
@@ -64,6 +65,23 @@ def plan(options: PlanOptions, output: Output) -> int:
         _write(options.report, page_of(options, planned, costs, steps))
         output.say(f"report: {options.report}")
     return 0
+
+
+def _check_alone(options: PlanOptions) -> None:
+    """Refuse what neither --measure nor --check reads."""
+    if options.measure is not None:
+        asked, useful = "--measure", {"measure"}
+    elif options.check:
+        asked, useful = "--check", {"check", "costs"}
+    else:
+        return
+    useless = [option for option in options.given if option not in useful]
+    if useless:
+        remedy = "without it" if asked == "--measure" else "with nothing but --costs"
+        raise InvalidConfig(
+            f"{useless[0].replace('_', '-')} is given with {asked}, which plans nothing of yours; "
+            f"expected {asked} {remedy}"
+        )
 
 
 def _write(path: Path, text: str) -> None:

@@ -203,6 +203,26 @@ def test_a_cluster_that_wastes_or_needs_something_is_remarked_on(
     assert said.startswith(remark or "bsp ")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--check", "--report", "a.html"), "report is given with --check"),
+        (("--check", "--workers", "4", "--costs", "costs.json"), "workers is given with --check"),
+        (("--measure", "a.json", "--report", "a.html"), "report is given with --measure"),
+        (("--measure", "a.json", "--one-host", "2"), "one-host is given with --measure"),
+        (("--measure", "a.json", "--check"), "check is given with --measure"),
+    ],
+)
+def test_what_a_measurement_would_not_read_is_refused(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = plan(*arguments)
+    assert found.exit_code == 2
+    assert f"{message}, which plans nothing of yours; expected --" in found.output
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("option", ["--measure", "--report"])
 def test_a_file_that_cannot_be_written_is_refused_first(option: str, tmp_path: Path) -> None:
     """Before minutes are spent on what is to be in it; an earlier file stays."""
@@ -210,6 +230,7 @@ def test_a_file_that_cannot_be_written_is_refused_first(option: str, tmp_path: P
         (tmp_path / "absent" / "file", "No such file or directory"),
         (tmp_path, "Is a directory"),
     ):
-        found = plan(*ASKED, option, str(path))
+        asked = ASKED if option == "--report" else ()
+        found = plan(*asked, option, str(path))
         assert found.exit_code == 2
         assert found.output == f"pushpull: {path} cannot be written: {reason}\n"
