@@ -15,6 +15,7 @@ C. Kaynak, UCI Machine Learning Repository (CC BY 4.0), in the form in which sci
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,9 @@ def train(arguments: Namespace, client: ps.Client | None) -> float:
     """Train to the end; returns the accuracy on the test images."""
     rank, world_size = (client.rank, client.world_size) if client else (0, 1)
     training, testing = load(arguments.seed)
-    shard = training.take(slice(rank, None, world_size))
+    shard, most = training.take(slice(rank, None, world_size)), len(training) // world_size
+    if arguments.batch_size > most:
+        sys.exit(f"--batch-size {arguments.batch_size}: expected at most the {most} of a worker")
     torch.manual_seed(arguments.seed)
     model = build_model()
     optimizer: torch.optim.Optimizer
@@ -120,7 +123,7 @@ def train(arguments: Namespace, client: ps.Client | None) -> float:
         # Above 0 where the run goes on from a checkpoint, or this worker for one that is gone.
         done = optimizer.clock
     # All workers take the same number of steps: what remains of a share comes up in another epoch.
-    step_count = len(training) // world_size // arguments.batch_size
+    step_count = most // arguments.batch_size
     shuffle = torch.Generator().manual_seed(arguments.seed + 1 + rank)
     for epoch in range(1, arguments.epochs + 1):
         order = torch.randperm(len(shard), generator=shuffle)[: step_count * arguments.batch_size]
@@ -139,10 +142,19 @@ def train(arguments: Namespace, client: ps.Client | None) -> float:
     return accuracy(model, testing)
 
 
+def positive(text: str) -> int:
+    """The count that an option gives."""
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=20, help="passes over the training images")
-    parser.add_argument("--batch-size", type=int, default=32, help="images a step and worker")
+    parser.add_argument(
+        "--epochs", type=positive, default=20, help="passes over the training images"
+    )
+    parser.add_argument("--batch-size", type=positive, default=32, help="images a step and worker")
     parser.add_argument("--lr", type=float, default=4e-3, help="Adam's first learning rate")
     parser.add_argument("--seed", type=int, default=0, help="of the split, model and shuffling")
     parser.add_argument("--single", action="store_true", help="plain torch, without a cluster")

@@ -179,7 +179,10 @@ def train(arguments: Namespace, client: ps.Client | None) -> dict[str, float]:
     count = len(everything) - arguments.hold_out
     held_out = everything.take(slice(count, None))
     shard = everything.take(slice(rank, count, world_size))
-    step_count = arguments.steps or count // world_size // arguments.batch_size * arguments.epochs
+    most = count // world_size
+    if arguments.batch_size > most:
+        sys.exit(f"--batch-size {arguments.batch_size}: expected at most the {most} of a worker")
+    step_count = arguments.steps or most // arguments.batch_size * arguments.epochs
     torch.manual_seed(arguments.seed)
     model = build_model()
     optimizer: torch.optim.Optimizer
@@ -213,18 +216,29 @@ def train(arguments: Namespace, client: ps.Client | None) -> dict[str, float]:
     return reached
 
 
+def positive(text: str) -> int:
+    """The count that an option gives."""
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with the four *-ubyte.gz files")
-    parser.add_argument("--epochs", type=int, default=2, help="passes over the training pictures")
+    parser.add_argument(
+        "--epochs", type=positive, default=2, help="passes over the training pictures"
+    )
     parser.add_argument("--steps", type=int, default=0, help="steps, instead of epochs")
-    parser.add_argument("--batch-size", type=int, default=64, help="pictures a step and worker")
+    parser.add_argument(
+        "--batch-size", type=positive, default=64, help="pictures a step and worker"
+    )
     parser.add_argument(
         "--hold-out", type=int, default=0, help="training pictures to judge settings by"
     )
     parser.add_argument("--lr", type=float, default=2e-3, help="the highest learning rate")
     parser.add_argument("--seed", type=int, default=0, help="of the model and the shuffling")
-    parser.add_argument("--log-every", type=int, default=100, help="steps between two lines")
+    parser.add_argument("--log-every", type=positive, default=100, help="steps between two lines")
     parser.add_argument("--single", action="store_true", help="plain torch, without a cluster")
     return parser.parse_args()
 

@@ -199,9 +199,15 @@ def make(
     return model, [ps.HybridOptimizer(client, model, layers)]
 
 
-def train(arguments: Namespace, client: ps.Client | None) -> None:
+def train(
+    arguments: Namespace, client: ps.Client | None, flights: Flights, held_out: Flights
+) -> None:
     rank, world_size = (client.rank, client.world_size) if client else (0, 1)
-    flights, held_out = load(find_data())
+    if arguments.batch_size < world_size:
+        sys.exit(
+            f"--batch-size {arguments.batch_size} has nothing for some of {world_size} workers; "
+            f"expected {world_size} or more flights"
+        )
     model, optimizers = make(arguments, client, flights)
     step_count = arguments.steps or len(flights.late) // arguments.batch_size * arguments.epochs
     # Where the run goes on from a checkpoint its first batches have been seen.
@@ -230,12 +236,19 @@ def train(arguments: Namespace, client: ps.Client | None) -> None:
         print(f"held-out AUC {reached:.4f}, {count / max(taken_s, 1e-9):,.0f} flights a second")
 
 
+def positive(text: str) -> int:
+    """The count that an option gives."""
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=3, help="passes over the flights")
+    parser.add_argument("--epochs", type=positive, default=3, help="passes over the flights")
     parser.add_argument("--steps", type=int, default=0, help="steps, instead of epochs")
     parser.add_argument(
-        "--batch-size", type=int, default=1024, help="flights a step, of all workers together"
+        "--batch-size", type=positive, default=1024, help="flights a step, of all workers together"
     )
     parser.add_argument("--width", type=int, default=8, help="numbers in a row")
     parser.add_argument("--hidden", type=int, default=64, help="width of the first layer")
@@ -245,19 +258,23 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--partitions", type=int, default=4, help="of the tables of rows")
     parser.add_argument("--served", action="store_true", help="the layers on the servers, too")
     parser.add_argument("--seed", type=int, default=0, help="of the model and the shuffling")
-    parser.add_argument("--log-every", type=int, default=100, help="steps between two lines")
+    parser.add_argument("--log-every", type=positive, default=100, help="steps between two lines")
     parser.add_argument("--single", action="store_true", help="plain torch, without a cluster")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
+    # Before joining: a worker without data must not hold up the others.
+    flights, held_out = load(find_data())
+    count = len(flights.late)
+    if arguments.batch_size > count:
+        sys.exit(f"--batch-size {arguments.batch_size}: expected at most all {count} flights")
     if arguments.single:
-        train(arguments, None)
+        train(arguments, None, flights, held_out)
         return
-    find_data()  # before joining: a worker without data must not hold up the others
     with ps.connect() as client:
-        train(arguments, client)
+        train(arguments, client, flights, held_out)
 
 
 if __name__ == "__main__":

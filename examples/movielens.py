@@ -166,9 +166,15 @@ def make(
     return model, ps.DistributedOptimizer(client, model, ps.SGD())
 
 
-def train(arguments: Namespace, client: ps.Client | None) -> None:
+def train(
+    arguments: Namespace, client: ps.Client | None, learnt: Ratings, held_out: Ratings
+) -> None:
     rank, world_size = (client.rank, client.world_size) if client else (0, 1)
-    learnt, held_out = load()
+    if arguments.batch_size < world_size:
+        sys.exit(
+            f"--batch-size {arguments.batch_size} has nothing for some of {world_size} workers; "
+            f"expected {world_size} or more ratings"
+        )
     model, optimizer = make(arguments, client, learnt)
     step_count = arguments.steps or len(learnt.stars) // arguments.batch_size * arguments.epochs
     # Where the run goes on from a checkpoint its first batches have been seen.
@@ -197,30 +203,42 @@ def train(arguments: Namespace, client: ps.Client | None) -> None:
         print(f"held-out RMSE {reached:.4f}, {count / max(taken_s, 1e-9):,.0f} ratings a second")
 
 
+def positive(text: str) -> int:
+    """The count that an option gives."""
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=4, help="passes over the ratings")
+    parser.add_argument("--epochs", type=positive, default=4, help="passes over the ratings")
     parser.add_argument("--steps", type=int, default=0, help="steps, instead of epochs")
     parser.add_argument(
-        "--batch-size", type=int, default=1024, help="ratings a step, of all workers together"
+        "--batch-size", type=positive, default=1024, help="ratings a step, of all workers together"
     )
     parser.add_argument("--width", type=int, default=16, help="tastes in a row")
     parser.add_argument("--lr", type=float, default=0.1, help="of the rows, with Adagrad")
     parser.add_argument("--decay", type=float, default=0.1, help="weight of the rows' lengths")
     parser.add_argument("--partitions", type=int, default=4, help="of the tables of rows")
     parser.add_argument("--seed", type=int, default=0, help="of the rows and the shuffling")
-    parser.add_argument("--log-every", type=int, default=100, help="steps between two lines")
+    parser.add_argument("--log-every", type=positive, default=100, help="steps between two lines")
     parser.add_argument("--single", action="store_true", help="plain torch, without a cluster")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
+    # Before joining: a worker without data must not hold up the others.
+    learnt, held_out = load()
+    count = len(learnt.stars)
+    if arguments.batch_size > count:
+        sys.exit(f"--batch-size {arguments.batch_size}: expected at most all {count} ratings")
     if arguments.single:
-        train(arguments, None)
+        train(arguments, None, learnt, held_out)
         return
     with ps.connect() as client:
-        train(arguments, client)
+        train(arguments, client, learnt, held_out)
 
 
 if __name__ == "__main__":

@@ -196,13 +196,20 @@ def evaluator() -> Iterator[None]:
         sys.exit(f"the evaluator ended with exit code {child.returncode}")
 
 
+def positive(text: str) -> int:
+    """The count that an option gives."""
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="steps to take")
     parser.add_argument("--minutes", type=float, help="minutes to train, instead of --steps")
     parser.add_argument("--width", type=int, default=256, help="of the LSTM's memory")
-    parser.add_argument("--length", type=int, default=96, help="bytes of a window")
-    parser.add_argument("--batch-size", type=int, default=16, help="windows a step and worker")
+    parser.add_argument("--length", type=positive, default=96, help="bytes of a window")
+    parser.add_argument("--batch-size", type=positive, default=16, help="windows a step and worker")
     parser.add_argument("--lr", type=float, default=3e-3, help="Adam's learning rate")
     parser.add_argument(
         "--push-updates",
@@ -218,9 +225,11 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--outer-lr", type=float, default=0.7, help="of --inner-steps")
     parser.add_argument("--outer-momentum", type=float, default=0.9, help="of --inner-steps")
     parser.add_argument("--clip", type=float, default=1.0, help="bound of the gradient's norm")
-    parser.add_argument("--megabytes", type=int, default=16, help="text a worker reads at most")
+    parser.add_argument(
+        "--megabytes", type=positive, default=16, help="text a worker reads at most"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the model and the windows")
-    parser.add_argument("--log-every", type=int, default=50, help="steps between two lines")
+    parser.add_argument("--log-every", type=positive, default=50, help="steps between two lines")
     parser.add_argument("--evaluate", action="store_true", help="rank 0 starts an evaluator")
     parser.add_argument(
         "--evaluate-every", type=float, default=10.0, help="seconds between reports"
@@ -233,6 +242,8 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--until-eof", action="store_true", help="end it with standard input")
     parser.add_argument("--single", action="store_true", help="plain torch, without a cluster")
     arguments = parser.parse_args()
+    if arguments.length >= arguments.megabytes << 20:
+        parser.error("--length is a window of --megabytes; expected fewer bytes than these have")
     if arguments.evaluator_only and not arguments.until_eof and "PUSHPULL_RANK" in os.environ:
         parser.error("a worker cannot be the evaluator; --evaluate has rank 0 start one")
     return arguments

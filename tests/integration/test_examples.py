@@ -6,6 +6,7 @@ import gzip
 import re
 import runpy
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,54 @@ def test_a_folder_without_the_pictures_is_refused_by_name(
 ) -> None:
     with pytest.raises(SystemExit, match=r"lacks train-images-idx3-ubyte\.gz"):
         fashion["find_data"](tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("example", "arguments", "expected"),
+    [
+        pytest.param(
+            "movielens",
+            ("--batch-size", "1000000"),
+            "--batch-size 1000000: expected at most all ",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            "flights_ctr",
+            ("--batch-size", "1000000"),
+            "--batch-size 1000000: expected at most all ",
+            marks=pytest.mark.thorough,
+        ),
+        ("digits_cnn", ("--single", "--batch-size", "1438"), "1438: expected at most the 1437 of"),
+        ("movielens", ("--batch-size", "0"), "argument --batch-size: invalid positive value: '0'"),
+        ("digits_cnn", ("--batch-size", "0"), "argument --batch-size: invalid positive value: '0'"),
+        ("fashion_mnist", ("--batch-size", "-1"), "argument --batch-size: invalid positive value"),
+        ("stdlib_lm", ("--batch-size", "0"), "argument --batch-size: invalid positive value: '0'"),
+        ("stdlib_lm", ("--length", "2000000", "--megabytes", "1"), "--length is a window of"),
+    ],
+)
+def test_a_batch_that_the_data_cannot_fill_is_refused(
+    example: str,
+    arguments: tuple[str, ...],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Before the worker joins, where the number of workers does not matter."""
+    path = ROOT / "examples" / f"{example}.py"
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path), run_name="__main__")
+    assert expected in f"{ended.value}{capsys.readouterr().err}"
+
+
+@pytest.mark.thorough
+def test_a_batch_beyond_a_worker_s_share_ends_all_workers() -> None:
+    found = run_warm(
+        "train", "examples/digits_cnn.py", "-w", "2", "--", "--batch-size", "719",
+        cwd=ROOT, has_warm_roles=True,
+    )  # fmt: skip
+    assert found.returncode != 0
+    assert "--batch-size 719: expected at most the 718 of a worker" in found.stdout + found.stderr
 
 
 @pytest.mark.thorough
