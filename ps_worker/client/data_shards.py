@@ -187,9 +187,9 @@ class DataShards:
                 self._handed = None
 
     def _check_apart(self) -> None:
-        """Refuse steps for which workers wait for each other, of any table."""
+        """Refuse steps for which workers wait for each other, of any table that they train."""
         self._check_not_hybrid()
-        for handle in self._tables.handles:
+        for handle in self._tables.trained:
             check_apart(self._tables.newest(handle))
 
     def _check_not_hybrid(self) -> None:

@@ -91,10 +91,21 @@ class ClientTables:
         self._connection = connection
         self._engine = connection.engine
         self._handles: dict[TableId, TableHandle] = {}
+        self._untrained: set[TableId] = set()
 
     @property
     def handles(self) -> list[TableHandle]:
         return list(self._handles.values())
+
+    @property
+    def trained(self) -> list[TableHandle]:
+        """The handles without those of `set_aside`."""
+        return [each for id_, each in self._handles.items() if id_ not in self._untrained]
+
+    def set_aside(self, table: TableHandle) -> None:
+        """Say that the script does not train this table, so that it may train another one alone."""
+        self.check_own(table)
+        self._untrained.add(table.table.table_id)
 
     def check_own(self, table: TableHandle) -> None:
         check_handle(table)
@@ -350,7 +361,7 @@ class ClientTables:
             steps = TableSteps(
                 table,
                 self._engine.steps,
-                is_alone=lambda: len(self._handles) == 1,
+                is_alone=lambda: len(self.trained) == 1,
                 joins=self._engine.joins(table.table_id),
                 owed_count=max((h.steps.skipped_count for h in self.handles), default=0),
                 encoder=encoder,
@@ -534,7 +545,7 @@ class ClientTables:
         return max(counts, default=0)
 
     def are_all_in(self, tables: Container[TableHandle]) -> bool:
-        return all(handle in tables for handle in self.handles)
+        return all(handle in tables for handle in self.trained)
 
     def end_steps(self, deadline_s: float) -> None:
         """Seal a final step on every table, and wait for all steps, as `Client.leave` says."""

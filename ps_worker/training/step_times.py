@@ -29,6 +29,7 @@ class StepTimes:
             # Compared runs should not contain the time that some workers start later: under BSP the
             # others would wait in their first step, and under ASP they would train alone.
             table = client.create_table("pushpull-start", 1, optimizer=Assign(), consistency=BSP())
+            client.tables.set_aside(table)
             if table.clock == 0:  # one barrier a client, however many optimizers it has
                 client.push_pull(table, np.zeros(1, dtype=np.float32))
         self._tickets: Sequence[PushTicket] = ()

@@ -52,3 +52,43 @@ def test_a_round_is_a_line_of_its_own(tmp_path: Path) -> None:
     assert [line["rejected"] for line in steps] == [1, 0]
     assert [line["applied"] for line in steps] == [True, True]
     assert steps[1]["loss"] == evaluations[1]
+
+
+def test_a_recorded_worker_leaves_out_clocks_as_any_other(tmp_path: Path) -> None:
+    """The table by which recorded workers begin together is none that they train."""
+
+    def trainer(client: ps.Client) -> tuple[torch.nn.Parameter, ps.DistributedOptimizer]:
+        weights = torch.nn.Parameter(torch.ones(64))
+        return weights, ps.DistributedOptimizer(
+            client, [weights], ps.SGD(lr=0.1), consistency="bsp:backup=1", name="late"
+        )
+
+    def step(weights: torch.nn.Parameter, optimizer: ps.DistributedOptimizer) -> None:
+        weights.grad = torch.ones(64)
+        optimizer.step()
+
+    with (
+        ps.local_cluster(servers=1, workers=2) as cluster,
+        ps.connect(cluster.address, rank=0, record=str(tmp_path)) as client,
+        ps.connect(cluster.address, rank=1, record=str(tmp_path)) as peer,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        fast, slow = threads.map(trainer, (client, peer))
+        for _ in range(3):
+            step(*fast)
+        step(*slow)
+        assert slow[1].results[0].discarded
+        assert slow[1].clock == 3
+        step(*slow)
+        assert not slow[1].results[0].discarded
+        assert slow[1].clock == 4
+
+
+def test_a_recorded_worker_may_take_data_in_shards(tmp_path: Path) -> None:
+    with (
+        ps.local_cluster(servers=1, workers=1) as cluster,
+        ps.connect(cluster.address, record=str(tmp_path), consistency="asp") as client,
+    ):
+        StepTimes(client)
+        shards = client.data_shards(4, shard_size=2)
+        assert sorted(shards.ranges()) == [(0, 2), (2, 4)]
