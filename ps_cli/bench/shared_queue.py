@@ -57,6 +57,7 @@ def train(client: ps.Client, arguments: Namespace) -> float:
     torch.manual_seed(arguments.seed)
     model = build_model()
     optimizer = ps.DistributedOptimizer(client, model, ps.Adam(lr=arguments.lr))
+    trained = client.tables.trained  # the queue is another table, and steps at its own pace
     queue = Queue(client, arguments.batches)
     draw = torch.Generator().manual_seed(1_000 * arguments.seed + client.rank)
     while queue.take():
@@ -68,6 +69,7 @@ def train(client: ps.Client, arguments: Namespace) -> float:
         optimizer.step()
         if any(result.discarded for result in optimizer.results):
             queue.put_back()
+        client.catch_up(*trained)
         client.report(loss=loss.item())
     return accuracy(model, testing)
 

@@ -73,7 +73,7 @@ def test_so_many_steps_are_applied_though_a_worker_is_too_late(tmp_path: Path) -
         steps = run["figures"]
         assert steps["step_count"] - steps["discarded_count"] == TRAINED_BATCHES, run["mode"]
         assert 0 < steps["quality"]["test accuracy"] <= 1
-    assert backup["figures"]["discarded_count"] > 0
+    assert 0 < backup["figures"]["discarded_count"] <= TRAINED_BATCHES / 3, "it leaves out clocks"
     assert asp["figures"]["discarded_count"] == 0
     slow, fast = [worker["step_count"] for worker in asp["figures"]["workers"]]
     assert slow < fast, "the fast one takes what the slow one does not"
