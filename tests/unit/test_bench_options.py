@@ -23,3 +23,13 @@ def test_an_option_that_would_do_nothing_is_refused(
 ) -> None:
     found = CliRunner().invoke(app, ["bench", *arguments, "--quick"])
     assert (found.exit_code, found.output) == (2, f"pushpull: {message}\n")
+
+
+def test_a_link_that_is_too_slow_for_the_table_is_refused() -> None:
+    """Else the rounds would be measured for a quarter of an hour, and the steps then given up."""
+    found = CliRunner().invoke(app, ["bench", "link", "--rate-mbit", "20"])
+    assert found.exit_code == 2
+    assert found.output == (
+        "pushpull: 4 steps of 64 MiB would take 429 s at 20 Mbit/s; expected at most 240 s: choose "
+        "a smaller --size-mb, or a larger --rate-mbit\n"
+    )

@@ -10,18 +10,22 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from ps_cli.bench.contenders.child import Child, started
-from ps_cli.bench.contenders.link import OVERLAPS, WAITS
+from ps_cli.bench.contenders.child import ANSWER_DEADLINE_S, Child, started
+from ps_cli.bench.contenders.link import OVERLAPS, TRAINED_STEPS, WAITS
 from ps_cli.bench.contenders.worker import pull_codec_of
-from ps_cli.bench.instruments.sampling import figures_table, rounded, take_turns
+from ps_cli.bench.instruments.sampling import MIB, figures_table, rounded, take_turns
 from ps_cli.bench.instruments.shaped_link import shaped_link
 from ps_cli.bench.settings import BenchSettings
 from ps_core.codecs.choices import NONE
+from ps_core.errors import InvalidConfig
 from ps_runtime.cluster import join_secret
 
 DEFAULT_SIZE_MB = 64
 QUICK_SIZE_MB = 2
 CODECS = (NONE, "bf16", "fp16", "int8", "sign", "topk", "lowrank")
+
+_MOST_OF_DEADLINE = 0.8
+"""Of a contender's deadline: the rest is for what the processors do."""
 
 _Round = tuple[float, int, int, int]
 """Seconds, bytes sent and received, and those of both without headers."""
@@ -30,12 +34,14 @@ _Round = tuple[float, int, int, int]
 def link(settings: BenchSettings) -> dict[str, Any]:
     """The document of `--json`; takes half a minute at 1 Gbit/s."""
     byte_count = settings.table_bytes(DEFAULT_SIZE_MB, QUICK_SIZE_MB)
+    link_s = link_round_s(byte_count, settings)
+    _check_time(link_s, byte_count, settings)
     join_secret.ensure(os.environ)  # the same for both ends
     with (
         shaped_link(settings.rate_mbit) as (servers, workers),
         started(("link:cluster", servers.address), namespace=servers.namespace) as (cluster,),
     ):
-        address, link_s = cluster.do("address").result, link_round_s(byte_count, settings)
+        address = cluster.do("address").result
         given = (address, workers.device, str(byte_count), str(link_s), *CODECS)
         with started(("link:worker", *given), namespace=workers.namespace) as (worker,):
             samples = take_turns(
@@ -88,6 +94,19 @@ def link(settings: BenchSettings) -> dict[str, Any]:
 def link_round_s(byte_count: int, settings: BenchSettings) -> float:
     """The time of so many bytes on the link, both ways, one after the other."""
     return 2 * byte_count * 8 / 1e6 / settings.rate_mbit
+
+
+def _check_time(link_s: float, byte_count: int, settings: BenchSettings) -> None:
+    """Refuse steps that would take longer than a contender may: each computes and then moves all,
+    for `link_s` each.
+    """
+    taken_s, most_s = 2 * TRAINED_STEPS * link_s, _MOST_OF_DEADLINE * ANSWER_DEADLINE_S
+    if taken_s > most_s:
+        raise InvalidConfig(
+            f"{TRAINED_STEPS} steps of {byte_count // MIB} MiB would take {taken_s:.0f} s at "
+            f"{settings.rate_mbit} Mbit/s; expected at most {most_s:.0f} s: choose a smaller "
+            "--size-mb, or a larger --rate-mbit"
+        )
 
 
 def _most_of_link(rounds: Sequence[_Round], settings: BenchSettings) -> float:
