@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -161,7 +163,7 @@ def run(name: str, settings: BenchSettings, console: Console) -> Document:
     """Run one benchmark and print its table."""
     benchmark = _chosen(name, settings)
     found = environment()  # the load is that before the measurement
-    with console.status(f"{name}: starting") as status:
+    with _unwound_by_sigterm(), console.status(f"{name}: starting") as status:
         document = benchmark.measure(
             replace(settings, on_progress=lambda phase: status.update(f"{name}: {phase}"))
         )
@@ -204,6 +206,20 @@ def bench(name: str, settings: BenchSettings, json_path: str) -> None:
     fault = _chosen(name, settings).fault(document)
     if fault:
         raise Internal(fault)
+
+
+@contextlib.contextmanager
+def _unwound_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends this process as Ctrl-C does: folders and network namespaces are removed."""
+
+    def end(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -13,14 +13,18 @@ ROOT = Path(__file__).parents[2]
 RUN_TIMEOUT_S = 170
 
 
-def run_cli(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def bench_environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PUSHPULL_")}
     kept["PUSHPULL_JOIN_SECRET"] = SECRET
     kept["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "protos")))
+    return kept
+
+
+def run_cli(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "ps_cli", "bench", *arguments],
         cwd=cwd,
-        env=kept,
+        env=bench_environment(),
         capture_output=True,
         text=True,
         timeout=RUN_TIMEOUT_S,

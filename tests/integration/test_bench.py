@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from ps_cli.bench.catalogue import BENCHMARKS
-from tests.bench.cli import run_cli
+from tests.bench.cli import bench_environment, run_cli
+from tests.integration.lane_cluster import until
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.thorough]
 
@@ -29,6 +33,20 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(
     run = run_cli(*arguments, cwd=tmp_path)
     assert (run.returncode, run.stdout) == (2, "")
     assert all(word in run.stderr for word in named)
+
+
+def test_a_benchmark_that_is_terminated_leaves_no_folder(tmp_path: Path) -> None:
+    """As after Ctrl-C: SIGTERM is all that a job's end may send."""
+    running = subprocess.Popen(
+        [sys.executable, "-m", "ps_cli", "bench", "checkpoint", "--quick"],
+        env={**bench_environment(), "TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    until(lambda: any(tmp_path.glob("pushpull-bench-*")), "the benchmark has a folder")
+    running.terminate()
+    assert running.wait(60) == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())
 
 
 def test_help_names_every_benchmark(tmp_path: Path) -> None:

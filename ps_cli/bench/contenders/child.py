@@ -122,11 +122,13 @@ class Child:
     def stop(self) -> None:
         self.resume()
         self._commands.close()
-        try:
-            self._process.wait(_STOP_GRACE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        for number in (signal.SIGINT, signal.SIGKILL):  # it is in an action, or still begins
+            try:
+                self._process.wait(_STOP_GRACE_S)
+                break
+            except subprocess.TimeoutExpired:
+                self._process.send_signal(number)
+        self._process.wait()
         self._answers.close()
         self._said.close()
 
