@@ -160,10 +160,11 @@ class ClusterOptions:
     checkpoint_last_s: Annotated[
         float,
         typer.Option(
-            min=1.0,
+            min=0.0,
             max=limits.MAX_DEADLINE_S,
+            envvar="PUSHPULL_CHECKPOINT_LAST_S",
             help="Seconds that the last checkpoint may take, before the roles are stopped. A step "
-            "may have to end first; a second signal cuts it short.",
+            "may have to end first; a second signal cuts it short. 0: no last checkpoint.",
         ),
     ] = LAST_CHECKPOINT_S
     update_log: Annotated[

@@ -98,7 +98,7 @@ class TrainSettings:
         environment: variables for the workers alone.
         max_restarts: restarts of workers and servers together; None: as `ExitRules`.
         devices: as of `devices_of`.
-        last_checkpoint_s: seconds that the last checkpoint may take.
+        last_checkpoint_s: seconds that the last checkpoint may take; 0: none is made.
     """
 
     script: Path
@@ -171,7 +171,8 @@ class TrainRun:
         self._awaited = ""
         self._scheduler = ""
         self._checkpoints = CheckpointWatch(output)
-        self._has_last = not settings.shape.checkpoints.url
+        self._makes_last = bool(settings.shape.checkpoints.url and settings.last_checkpoint_s)
+        self._has_last = not self._makes_last
         self._cut_off: set[int] = set()
         self._earlier: Collection[str] = ()  # names of checkpoints that were there before
         self._beginning = RunBeginning()
@@ -226,7 +227,7 @@ class TrainRun:
         if not self._scheduler:
             return
         await self._look()
-        if self._settings.shape.checkpoints.url:
+        if self._makes_last:
             last_s = self._settings.last_checkpoint_s
             self._has_last = await make_last(self._scheduler, last_s, ending, self._output)
             await self._look()  # a checkpoint that the script did not wait for may have failed

@@ -61,7 +61,7 @@ async def run_up(options: UpOptions, output: Output) -> int:
         if address:
             await make_last(address, options.checkpoint_last_s, ending, output)
 
-    last = last_checkpoint if options.checkpoint_url else None
+    last = last_checkpoint if options.checkpoint_url and options.checkpoint_last_s else None
     ending = await supervisor.run(work(), rules, last)
     output.complain(ending.message)
     return ending.exit_code

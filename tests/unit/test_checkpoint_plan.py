@@ -98,12 +98,12 @@ def test_how_many_are_full_reaches_the_scheduler() -> None:
     assert settings.checkpoint_full_every == 4
 
 
-def shape_of(command: str, *arguments: str, script: Path) -> ClusterShape:
-    """The cluster of a command line, and of the variables."""
+def options_of(command: str, *arguments: str, script: Path) -> TrainOptions | UpOptions:
+    """The options of a command line, and of the variables."""
     tool = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
     kind, given = (TrainOptions, (str(script),)) if command == "train" else (UpOptions, ())
     with tool.make_context(command, [*given, *arguments]) as context:
-        return kind(**context.params).shape
+        return kind(**context.params)
 
 
 @pytest.mark.parametrize("command", ["train", "up"])
@@ -116,15 +116,22 @@ def test_variables_are_read_where_the_last_checkpoint_is_made(
         "CHECKPOINT_URL": "runs/7",
         "CHECKPOINT_KEEP": "3",
         "CHECKPOINT_FULL_EVERY": "4",
+        "CHECKPOINT_LAST_S": "1800",
         "RESUME": "auto",
         "UPDATE_LOG": "runs/log",
     }.items():
         monkeypatch.setenv(f"PUSHPULL_{name}", value)
-    found = shape_of(command, script=script)
+    options = options_of(command, script=script)
+    assert options.checkpoint_last_s == 1800
+    found = options.shape
     assert found.checkpoints == CheckpointPlan("runs/7", "", 3, "auto", 4)
     assert found.update_log.path == "runs/log"
     flags = ("--checkpoint-url=runs/8", "--resume=runs/8", "--checkpoint-keep=0")
-    found = shape_of(command, *flags, "--update-log=other", script=script)
+    options = options_of(
+        command, *flags, "--update-log=other", "--checkpoint-last-s=0", script=script
+    )
+    assert options.checkpoint_last_s == 0
+    found = options.shape
     assert found.checkpoints == CheckpointPlan("runs/8", "", 0, "runs/8", 4)
     assert "--checkpoint-keep=0" in found.checkpoints.scheduler_arguments, "3 would be inherited"
     assert found.update_log.path == "other"
