@@ -15,7 +15,9 @@ from ps_cli.train.run_checkpoints import make_last
 from ps_cli.train.supervisor import Supervisor
 from ps_runtime.cluster import join_secret
 from ps_runtime.launch.cluster_shape import ClusterShape
-from ps_runtime.launch.launcher import ReadyRole, start_scheduler, start_servers
+from ps_runtime.launch.launcher import Launcher, ReadyRole, start_scheduler, start_servers
+
+_POLL_S = 0.05  # interval of the look for servers that serve, in seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +53,7 @@ async def run_up(options: UpOptions, output: Output) -> int:
         launcher = supervisor.launcher
         scheduler = await asyncio.to_thread(start_scheduler, launcher, shape)
         servers = await asyncio.to_thread(start_servers, launcher, shape, scheduler.address)
-        for server in servers:
-            await asyncio.to_thread(launcher.wait_ready, server)
+        await _all_served(launcher, {server.name for server in servers})
         address = scheduler.address
         output.say(_how_to_use(scheduler, shape))
         await asyncio.Event().wait()
@@ -65,6 +66,22 @@ async def run_up(options: UpOptions, output: Output) -> int:
     ending = await supervisor.run(work(), rules, last)
     output.complain(ending.message)
     return ending.exit_code
+
+
+async def _all_served(launcher: Launcher, names: set[str]) -> None:
+    """Wait until each server has served once; what follows where one ends before is the rules'.
+
+    Raises:
+        WaitExpired: one runs, and has not served in time; the message has its last lines.
+    """
+    while names:
+        newest = {process.name: process for process in launcher.processes}
+        for process in (newest[name] for name in tuple(names)):
+            if launcher.ready_file(process.command).exists():
+                names.discard(process.name)
+            elif process.is_overdue:
+                await asyncio.to_thread(launcher.wait_ready, process, 0.0)
+        await asyncio.sleep(_POLL_S)
 
 
 def _how_to_use(scheduler: ReadyRole, shape: ClusterShape) -> str:

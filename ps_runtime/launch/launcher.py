@@ -214,6 +214,12 @@ class RoleProcess:
         """True if it runs, and has written its addresses."""
         return self.exit is None and self._ready_file.exists()
 
+    @property
+    def is_overdue(self) -> bool:
+        """True if it runs, and should have served long ago."""
+        is_late = time.monotonic() - self._began_s > READY_DEADLINE_S
+        return is_late and self.exit is None and not self._ready_file.exists()
+
     def wait(self, timeout_s: float) -> RoleExit | None:
         """Wait for its end, up to `timeout_s`; None if it still runs then."""
         self._ended.wait(max(0.0, timeout_s))
