@@ -202,14 +202,17 @@ class CheckpointDirectory:
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Complete the checkpoint; every other file is durable by now."""
-        text = to_json(manifest).encode()
-        final = self.local_path(MANIFEST_FILE)
-        with reported(f"{self.url}/{MANIFEST_FILE}", "written"):
+        self.write_text(MANIFEST_FILE, to_json(manifest))
+
+    def write_text(self, file: str, text: str) -> None:
+        """Write a file, or replace it, as a whole."""
+        final = self.local_path(file)
+        with reported(f"{self.url}/{file}", "written"):
             if final is None:
-                self.location.filesystem.pipe_file(self._path(MANIFEST_FILE), text)
+                self.location.filesystem.pipe_file(self._path(file), text.encode())
                 return
-            self._write_synced(_temporary(final), text)
-        self.commit(MANIFEST_FILE, _temporary(final))
+            self._write_synced(_temporary(final), text.encode())
+        self.commit(file, _temporary(final))
 
     def has_manifest(self) -> bool:
         """True for a checkpoint, good or bad; False if it was not completed, or is missing.
@@ -230,13 +233,11 @@ class CheckpointDirectory:
     def read_manifest(self) -> Manifest:
         """Read the manifest; InvalidCheckpoint also if it is damaged or of another checkpoint."""
         where = f"{self.url}/{MANIFEST_FILE}"
-        with reported(where, "read"):
-            try:
-                content = bytes(self.location.filesystem.cat_file(self._path(MANIFEST_FILE)))
-            except FileNotFoundError:
-                raise InvalidCheckpoint(
-                    f"{self.url} has no {MANIFEST_FILE}: it was not completed, or is no checkpoint"
-                ) from None
+        content = self.read(MANIFEST_FILE)
+        if content is None:
+            raise InvalidCheckpoint(
+                f"{self.url} has no {MANIFEST_FILE}: it was not completed, or is no checkpoint"
+            )
         try:
             text = content.decode()
         except UnicodeDecodeError as error:
@@ -248,6 +249,14 @@ class CheckpointDirectory:
                 f"{self.name}"
             )
         return manifest
+
+    def read(self, file: str) -> bytes | None:
+        """Read a whole file; None if there is none."""
+        with reported(f"{self.url}/{file}", "read"):
+            try:
+                return bytes(self.location.filesystem.cat_file(self._path(file)))
+            except FileNotFoundError:
+                return None
 
     def open(self, file: str) -> BinaryIO:
         """Open a file for reading by one thread at a time."""

@@ -3,6 +3,7 @@
 Rules:
     - A checkpoint newer than the oldest kept one is not removed, because it may be about to be
       written; nor is one that a kept one refers to.
+    - One that a restore has left behind counts for none to keep, and goes with those as old.
     - A worker's state that all kept ones of its run lack stays, in the newest one that has it. If
       each of them lacks some worker's, the newest that lacks none stays as well.
     - The newest go first, so that a removal that breaks off leaves no dangling reference.
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import Manifest
+from ps_runtime.checkpoint.restores import restores_in_force
 from ps_runtime.checkpoint.store import CheckpointStore
 
 
@@ -53,9 +55,10 @@ def prune(
     there = store.names()
     names = there if run is None else _names_of(store, there, run)
     kept: dict[str, Manifest] = {}
+    restores = restores_in_force(store.location)
     for name in reversed(names):
         found = store.judged(name) if len(kept) < keep else None
-        if isinstance(found, Manifest):
+        if isinstance(found, Manifest) and not any(each.leaves(found) for each in restores):
             kept[name] = found
     if not kept:
         return []

@@ -5,6 +5,8 @@ Rules:
       larger number, or else the later name.
     - A good checkpoint can be opened: its manifest, and the length and the header of each of its
       files. A damaged tensor is found when it is read (`problems_of`).
+    - Who goes on from "the newest" passes over those that a restore has left behind. The source of
+      a restore comes in their place, also if it lies elsewhere.
 
 `ps_runtime.checkpoint.pruning` deletes old ones.
 """
@@ -13,13 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from ps_core.errors import InvalidCheckpoint
 from ps_core.manifest import Manifest, directory_name, number_of
 from ps_runtime.checkpoint.directory import CheckpointDirectory, Location, locate
 from ps_runtime.checkpoint.reader import CheckpointReader
+from ps_runtime.checkpoint.restores import RecordedRestore, restores_in_force
 from ps_runtime.system.disk import DISK, Disk
 
 _TRIED_PREFIX = ".writable-"
@@ -156,9 +159,10 @@ class ResolvedCheckpoint:
     passed_over: tuple[str, ...] = ()
 
 
-def resolve(url: str) -> ResolvedCheckpoint:
-    """Open the checkpoint of a URL: its own directory's, or the newest good one under it.
-    InvalidCheckpoint if there is none, InvalidConfig as from `locate`.
+def resolve(url: str, permit: Callable[[str], None] | None = None) -> ResolvedCheckpoint:
+    """Open the checkpoint of a URL: its own directory's, or the newest good one under it that no
+    restore has left behind. InvalidCheckpoint if there is none, InvalidConfig as from `locate`.
+    `permit` raises for a source of a restore that must not be opened, since it lies elsewhere.
 
     Blocking: reads manifests and headers.
     """
@@ -168,10 +172,31 @@ def resolve(url: str) -> ResolvedCheckpoint:
         return ResolvedCheckpoint(CheckpointStore(location.parent).open(location.name))
     store = CheckpointStore(location)
     passed_over: list[str] = []
-    for name in reversed(store.names()):
+    restores = restores_in_force(location)
+    for place in _newest_first(store, restores, permit):
         try:
-            return ResolvedCheckpoint(CheckpointReader(store.named(name)), tuple(passed_over))
+            reader = CheckpointReader(place)
         except InvalidCheckpoint as error:
             passed_over.append(error.message)
+            continue
+        left = next((each for each in restores if each.leaves(reader.manifest)), None)
+        if left is None:
+            return ResolvedCheckpoint(reader, tuple(passed_over))
+        reader.close()
+        passed_over.append(f"{place.url} was left behind by a restore from {left.source}")
     reasons = "".join(f"\n  {reason}" for reason in passed_over) or ": there is none"
     raise InvalidCheckpoint(f"{store.url} has no good checkpoint{reasons}")
+
+
+def _newest_first(
+    store: CheckpointStore,
+    restores: list[RecordedRestore],
+    permit: Callable[[str], None] | None,
+) -> Iterator[CheckpointDirectory]:
+    """The checkpoints under a URL, with the sources of restores that lie elsewhere."""
+    places = [(number_of(name) or 0, 0, name) for name in store.names()]
+    places += [(each.newest, 1, each.source) for each in restores if each.is_elsewhere]
+    for _, is_elsewhere, place in sorted(places, reverse=True):
+        if is_elsewhere and permit is not None:
+            permit(place)
+        yield CheckpointDirectory(locate(place)) if is_elsewhere else store.named(place)

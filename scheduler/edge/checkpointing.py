@@ -25,7 +25,7 @@ import calendar
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -57,6 +57,7 @@ from ps_core.tables.table import Table
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.pruning import RunTimelines, prune
 from ps_runtime.checkpoint.references import check_files
+from ps_runtime.checkpoint.roots import check_root
 from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.checkpoint.worker_copies import SourceLost, SourceMissing, WorkerCopies
 from ps_runtime.cluster import wire
@@ -64,6 +65,7 @@ from ps_runtime.observe import logs
 from ps_runtime.observe.metrics import SchedulerMetrics
 from ps_runtime.system import clock
 from pushpull.v1 import scheduler_pb2
+from scheduler.edge.restoring import lineage_of, record, restored_from
 from scheduler.machine.checkpoint_schedule import RETRY_S, CheckpointPolicy, CheckpointSchedule
 from scheduler.machine.checkpoint_state import (
     Attempt,
@@ -78,7 +80,7 @@ from scheduler.machine.checkpoint_state import (
 from scheduler.machine.checkpoints import LEAVING, UNNAMED, without_parameters
 from scheduler.machine.cluster import STARTED_AGAIN, Cluster, Decision
 from scheduler.machine.membership import REGISTER_AGAIN_MS
-from scheduler.machine.state import ClusterSettings, Transition
+from scheduler.machine.state import ClusterSettings, Restored, Transition
 
 ReplyT = TypeVar("ReplyT")
 
@@ -187,6 +189,31 @@ class Checkpointing:
         self._is_over = True
         failed = [each.url for each in ended.transitions if isinstance(each, CheckpointFailed)]
         return [*self._given_up, *failed]
+
+    async def restored_from(self, url: str, roots: Sequence[str]) -> Restored:
+        """The checkpoint that the cluster is about to be restored from, at a URL within `roots`, or
+        empty: under the cluster's own. It is recorded where the next start looks for the newest
+        one; a place that cannot be written is logged.
+
+        Raises:
+            NotPermitted: it lies in none of the roots.
+            InvalidCheckpoint: there is no good one.
+        """
+        settings = self._cluster.settings
+
+        def permit(source: str) -> None:
+            check_root(source, roots)
+
+        url = url or settings.checkpoint_url
+        if url:
+            permit(url)
+        restored = await asyncio.to_thread(restored_from, url, permit)
+        recorded, newest = -1, self._cluster.checkpoints.newest_number
+        while settings.checkpoint_url and recorded < newest:  # another one was begun meanwhile
+            recorded = newest
+            await asyncio.to_thread(record, settings, restored.url, newest)
+            newest = self._cluster.checkpoints.newest_number
+        return restored
 
     # --- parts
 
@@ -610,11 +637,6 @@ def write_manifest(url: str, manifest: Manifest) -> CheckpointDirectory:
             )
     directory.write_manifest(manifest)
     return directory
-
-
-def lineage_of(settings: ClusterSettings) -> tuple[bytes, ...]:
-    """Earlier timelines that the cluster continues, newest first."""
-    return () if settings.restored is None else settings.restored.lineage
 
 
 def manifest_of(settings: ClusterSettings, attempt: Attempt, worker_count: int) -> Manifest:

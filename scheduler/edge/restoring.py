@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 
 from ps_core.consistency import Consistency, parsed
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import MAX_LINEAGE_COUNT, Imported, SavedTable
+from ps_runtime.checkpoint.directory import locate
+from ps_runtime.checkpoint.restores import RecordedRestore, record_restore, restores_in_force
 from ps_runtime.checkpoint.store import CheckpointStore, newest_of_runs, resolve
 from ps_runtime.observe import logs
-from scheduler.machine.state import Restored, RestoredTable
+from scheduler.machine.state import ClusterSettings, Restored, RestoredTable
 
 AUTO = "auto"  # the value of `resume` for the newest checkpoint, or an empty start if there is none
 
@@ -56,6 +60,11 @@ def checkpoints_again_under(url: str, answers_within_s: float = ANSWERS_WITHIN_S
     return store.url
 
 
+def _is_unused(store: CheckpointStore) -> bool:
+    """True if no checkpoint was ever complete, and no cluster there was restored from elsewhere."""
+    return not store.has_complete() and not restores_in_force(store.location)
+
+
 def restored_at_start(resume: str, checkpoint_url: str) -> Restored | None:
     """The checkpoint that `resume` names; with `AUTO` the newest under `checkpoint_url`. None for
     an empty start: AUTO starts empty only where no checkpoint was ever complete, so where none has
@@ -66,7 +75,7 @@ def restored_at_start(resume: str, checkpoint_url: str) -> Restored | None:
         raise InvalidConfig("resume is 'auto' without a checkpoint_url; expected both")
     store = CheckpointStore(checkpoint_url) if checkpoint_url else None
     there = {} if store is None else store.manifests()
-    is_new = resume == AUTO and store is not None and not there and not store.has_complete()
+    is_new = resume == AUTO and store is not None and not there and _is_unused(store)
     if resume and not is_new:
         restored = restored_from(checkpoint_url if resume == AUTO else resume)
         others = list(newest_of_runs(there, restored.lineage).values())
@@ -80,14 +89,40 @@ def restored_at_start(resume: str, checkpoint_url: str) -> Restored | None:
     return restored
 
 
-def restored_from(url: str) -> Restored:
-    """The newest valid checkpoint at a URL; newer invalid ones are skipped, and logged. Blocking.
+def lineage_of(settings: ClusterSettings) -> tuple[bytes, ...]:
+    """Earlier timelines that the cluster continues, newest first."""
+    return () if settings.restored is None else settings.restored.lineage
+
+
+def record(settings: ClusterSettings, url: str, newest: int) -> None:
+    """Record a restore of a cluster from a URL beside its checkpoints, of which `newest` is the
+    largest number; if that fails, log it. Blocking.
+    """
+    root, source = locate(settings.checkpoint_url), locate(url)
+    is_here = source.parent.url == root.url
+    timelines = {settings.timeline, *lineage_of(settings), *settings.replaced_timelines}
+    restore = RecordedRestore(
+        source.name if is_here else source.url, newest, frozenset(timelines), time.time()
+    )
+    try:
+        record_restore(root, settings.cluster_id, restore)
+    except InvalidCheckpoint as error:
+        logs.warning(
+            "restore_not_recorded",
+            reason=error.message,
+            remedy=f"until the next checkpoint start again with --resume {url}, and not with auto",
+        )
+
+
+def restored_from(url: str, permit: Callable[[str], None] | None = None) -> Restored:
+    """The newest valid checkpoint at a URL; newer invalid ones are skipped, and logged. `permit` is
+    that of `resolve`. Blocking.
 
     Raises:
         InvalidConfig: the protocol is unknown, or its package is not installed.
         InvalidCheckpoint: no checkpoint is valid, or it has a table that this version cannot read.
     """
-    found = resolve(url)
+    found = resolve(url, permit)
     for reason in found.passed_over:
         logs.warning("checkpoint_passed_over", reason=reason)
     with found.reader as reader:

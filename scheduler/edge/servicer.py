@@ -30,7 +30,6 @@ from ps_core.errors import (
 )
 from ps_core.keys import NodeId, TableId
 from ps_core.rights import CHALLENGE_BYTES
-from ps_runtime.checkpoint.roots import check_root
 from ps_runtime.cluster import wire
 from ps_runtime.cluster.join_secret import joiner
 from ps_runtime.grpc.errors import translated
@@ -52,7 +51,6 @@ from scheduler.edge.requests import (
     table_request_of,
     table_request_reader,
 )
-from scheduler.edge.restoring import restored_from
 from scheduler.edge.transition_lines import log_transition
 from scheduler.machine.changes import ChangeRequest, Outcome, Withdrawn
 from scheduler.machine.checkpoint_schedule import CheckpointPolicy
@@ -60,7 +58,7 @@ from scheduler.machine.checkpoints import UNNAMED
 from scheduler.machine.cluster import Cluster, Created, Decision
 from scheduler.machine.data_shards import DataShardsReturned, ShardLease, ShardRequest
 from scheduler.machine.kept_values import KeptElsewhere, KeptValues
-from scheduler.machine.state import TIMELINE_BYTES, RangesFailedOver, Restored, Transition
+from scheduler.machine.state import TIMELINE_BYTES, RangesFailedOver, Transition
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 
@@ -408,8 +406,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             restored = None
             async with self.checkpointing.pruning:  # what is chosen stays
                 if not request.empty:
-                    url = request.url or cluster.settings.checkpoint_url
-                    restored = await asyncio.to_thread(self._restored_from, url)
+                    self._caller(request.session, "RestoreCheckpoint")
+                    restored = await self.checkpointing.restored_from(request.url, self._roots)
                 cluster = self._cluster
                 self._caller(request.session, "RestoreCheckpoint")  # no other restore was faster
                 cluster.check_runs_are_over()
@@ -425,11 +423,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         reached = max((table.clock for table in restored.tables.values()), default=0)
         logs.warning("cluster_restored", url=restored.url, clock=reached, clock_before=clock_before)
         return pb.RestoreCheckpointResponse(url=restored.url, clock=reached)
-
-    def _restored_from(self, url: str) -> Restored:
-        if url:
-            check_root(url, self._roots)
-        return restored_from(url)
 
     @translated
     async def JoinCheckpoint(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
@@ -14,6 +16,7 @@ from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.cluster.registration import operator_session
 from ps_runtime.grpc import channels
 from pushpull.v1 import scheduler_pb2
+from scheduler.edge.restoring import AUTO, restored_at_start
 from scheduler.machine.checkpoint_schedule import CheckpointPolicy
 from scheduler.machine.checkpoint_state import CheckpointWritten
 from scheduler.machine.cluster import Decision
@@ -60,3 +63,31 @@ def test_one_that_is_being_removed_is_not_restored(reluctant: CheckpointStore) -
             await restoring
 
     channels.run(live())
+
+
+def test_a_cluster_that_ends_after_a_restore_goes_on_from_what_it_was_restored_to(
+    tmp_path: Path,
+) -> None:
+    """Before its next checkpoint, and by --resume auto."""
+    store, timeline = CheckpointStore(str(tmp_path)), b"t" * 16
+    names = []
+    for number in (1, 2, 3):
+        directory = store.directory(number, CLUSTER_ID)
+        told = replace(write_checkpoint(directory, number), timeline=timeline)
+        directory.write_manifest(told)
+        names.append(told.directory)
+    cluster = cluster_of(
+        checkpoint_url=store.url, cluster_id=CLUSTER_ID, timeline=timeline, checkpoint_count=3
+    )
+
+    async def live() -> None:
+        async with serving(Decision(cluster)) as scheduler:
+            session = await operator_session(scheduler.stub, DEADLINE_S)
+            url = f"{store.url}/{names[0]}"
+            request = scheduler_pb2.RestoreCheckpointRequest(session=session, url=url)
+            await scheduler.stub.RestoreCheckpoint(request, timeout=DEADLINE_S)
+
+    channels.run(live())
+    found = restored_at_start(AUTO, store.url)
+    assert found is not None
+    assert found.url == f"{store.url}/{names[0]}"

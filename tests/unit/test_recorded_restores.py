@@ -1,0 +1,144 @@
+"""The newest checkpoint of a run that was restored in place is of the branch it went on with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ps_core.errors import InvalidCheckpoint, NotPermitted
+from ps_core.manifest import Manifest
+from ps_runtime.checkpoint.pruning import prune
+from ps_runtime.checkpoint.restores import (
+    RecordedRestore,
+    in_force,
+    record_restore,
+    restores_in_force,
+)
+from ps_runtime.checkpoint.store import CheckpointStore, resolve
+from scheduler.edge.restoring import AUTO, record, restored_at_start
+from scheduler.machine.state import Restored
+from tests.unit.checkpoint_files import CLUSTER_ID, write_checkpoint
+from tests.unit.cluster_harness import Harness
+
+FIRST, SECOND, THIRD, OTHER = (bytes([number]) * 16 for number in range(1, 5))
+"""Timelines: of a run before and after its restores, and of another run."""
+
+
+@pytest.fixture(params=[str, lambda path: f"memory://{path}"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
+    """On this machine, and on what has one put a file."""
+    made = CheckpointStore(request.param(tmp_path / "runs"))
+    made.check_writable()  # as a scheduler's start
+    return made
+
+
+def written(store: CheckpointStore, number: int, timeline: bytes) -> Manifest:
+    directory = store.directory(number, CLUSTER_ID)
+    told = replace(write_checkpoint(directory, number), timeline=timeline)
+    directory.write_manifest(told)
+    return told
+
+
+def restored(store: CheckpointStore, source: str, newest: int, *timelines: bytes) -> None:
+    """A cluster whose timelines were these goes back, when it had made `newest` checkpoints."""
+    before = Restored("before", {}, lineage=timelines[1:])
+    own = {"checkpoint_url": store.url, "timeline": timelines[0], "restored": before}
+    record(Harness(cluster_id=CLUSTER_ID, **own).cluster.settings, source, newest)
+
+
+def taken(store: CheckpointStore) -> str:
+    found = restored_at_start(AUTO, store.url)
+    assert found is not None
+    return found.url
+
+
+def test_auto_takes_the_one_that_a_run_went_back_to(store: CheckpointStore) -> None:
+    """And then the newest of what it made since, if that is good."""
+    made = [written(store, number, FIRST) for number in (1, 2, 3)]
+    restored(store, f"{store.url}/{made[0].directory}", 3, FIRST)
+    assert taken(store) == f"{store.url}/{made[0].directory}"
+    with resolve(store.url).reader as reader:
+        assert reader.manifest.number == 1
+    newest = written(store, 4, SECOND)
+    assert taken(store) == f"{store.url}/{newest.directory}"
+    store.directory(4, CLUSTER_ID).remove()
+    assert taken(store) == f"{store.url}/{made[0].directory}"
+
+
+def test_another_run_under_the_url_is_not_left_behind(store: CheckpointStore) -> None:
+    first = written(store, 1, FIRST)
+    other = written(store, 2, OTHER)
+    written(store, 3, FIRST)
+    restored(store, f"{store.url}/{first.directory}", 3, FIRST)
+    assert taken(store) == f"{store.url}/{other.directory}"
+
+
+def test_a_restore_from_elsewhere_is_gone_on_from(store: CheckpointStore, tmp_path: Path) -> None:
+    """Also where the run had made none. Who asks for a restore opens no other place by it."""
+    elsewhere = CheckpointStore(str(tmp_path / "elsewhere"))
+    source = f"{elsewhere.url}/{written(elsewhere, 7, OTHER).directory}"
+    restored(store, source, 0, FIRST)
+    assert taken(store) == source
+    written(store, 1, SECOND)
+    restored(store, source, 1, SECOND)
+    assert taken(store) == source
+
+    def refuse(_: str) -> None:
+        raise NotPermitted("elsewhere")
+
+    with pytest.raises(NotPermitted, match="elsewhere"):
+        resolve(store.url, refuse)
+    newest = written(store, 2, THIRD)
+    with resolve(store.url, refuse).reader as reader:
+        assert reader.manifest.number == newest.number
+
+
+def test_a_number_that_was_left_behind_does_not_count_as_kept(store: CheckpointStore) -> None:
+    made = [written(store, number, FIRST).directory for number in (1, 2, 3, 4)]
+    restored(store, f"{store.url}/{made[1]}", 4, FIRST)
+    assert prune(store, 2) == [], "2 and 1 are kept; 3 and 4 are newer"
+    newest = written(store, 5, SECOND).directory
+    assert prune(store, 2) == made[:1]
+    assert prune(store, 1) == made[1:]
+    assert store.names() == [newest]
+
+
+def test_a_file_that_cannot_be_read_refuses_the_newest(tmp_path: Path) -> None:
+    store = CheckpointStore(str(tmp_path))
+    made = written(store, 1, FIRST)
+    restored(store, f"{store.url}/{made.directory}", 1, FIRST)
+    (file,) = tmp_path.glob("restores-*.json")
+    for damaged in (b"{", b"[]", b'{"format": "pushpull-restores", "version": 2}', b"\xff"):
+        file.write_bytes(damaged)
+        with pytest.raises(InvalidCheckpoint, match="name a checkpoint, or remove the file"):
+            restored_at_start(AUTO, store.url)
+    resolve(f"{store.url}/{made.directory}").reader.close()
+
+
+def of(number: int, newest: int, *timelines: bytes, at_s: float = 0.0) -> RecordedRestore:
+    return RecordedRestore(f"{number:08d}-c", newest, frozenset(timelines), at_s)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "stay"),
+    [
+        ([of(3, 5, FIRST), of(6, 8, SECOND, FIRST)], [1, 0]),
+        ([of(3, 5, FIRST), of(4, 7, SECOND, FIRST)], [1]),
+        ([of(3, 5, FIRST, at_s=1.0), of(5, 5, SECOND, FIRST, at_s=2.0)], [1]),
+        ([of(3, 5, FIRST, at_s=2.0), of(5, 5, SECOND, FIRST, at_s=1.0)], [0]),
+        ([of(2, 4, OTHER), of(1, 6, FIRST)], [1, 0]),
+    ],
+    ids=["of its branch", "to one that was left", "the same newest", "and back", "another run"],
+)
+def test_a_later_restore_may_make_an_earlier_one_void(
+    recorded: list[RecordedRestore], stay: list[int]
+) -> None:
+    assert in_force(recorded) == [recorded[place] for place in stay]
+
+
+def test_what_is_void_is_dropped(store: CheckpointStore) -> None:
+    for newest in range(3, 9):
+        record_restore(store.location, CLUSTER_ID, of(3, newest, FIRST))
+    assert restores_in_force(store.location) == [of(3, 8, FIRST)]
