@@ -115,14 +115,18 @@ def tell_how_to_go_on(
     good one of its cluster and timeline, which is none of the `earlier`, or the one that it began
     from. What a restore in place has left behind is none.
     """
-    newest = beginning.restored_from
+    words = ""
+    if beginning.restored_from:
+        begins = f"to begin where it began: --resume {beginning.restored_from}"
+        words = f"it has made no checkpoint; {begins}"
     with contextlib.suppress(PushpullError):
         if plan.url and beginning.cluster_id:
             of_run = beginning.cluster_id, beginning.timeline
             own = CheckpointStore(plan.url).newest_good(earlier, *of_run)
-            newest = newest if own is None else own.url
-    if newest:
-        output.complain(f"to go on from its newest checkpoint: --resume {newest}")
+            if own is not None:
+                words = f"to go on from its newest checkpoint: --resume {own.url}"
+    if words:
+        output.complain(words)
 
 
 def tell_beginning(plan: CheckpointPlan, restored_from: str, output: Output) -> None:

@@ -253,7 +253,7 @@ def test_a_run_that_failed_names_no_checkpoint_of_another_run(tmp_path: Path) ->
     assert first is not None
     assert "to go on from" not in train("--checkpoint-url", "runs", "--", "fail", ends=1)
     told = train("--checkpoint-url", "other", "--resume", "runs", "--", "fail", ends=1)
-    assert f"to go on from its newest checkpoint: --resume {first.url}\n" in told
+    assert f"it has made no checkpoint; to begin where it began: --resume {first.url}\n" in told
     told = train("--checkpoint-url", "runs", "--", "save", "fail", ends=1)
     newest = CheckpointStore(str(tmp_path / "runs")).newest_good()
     assert newest is not None
