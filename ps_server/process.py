@@ -41,6 +41,7 @@ from ps_runtime.settings import config
 from ps_runtime.system import capacity, clock, descriptors, process_end
 from ps_runtime.system.background import switch_often
 from ps_runtime.system.collector import Collector
+from ps_runtime.system.executors import in_daemon_thread
 from ps_runtime.system.prefault import Prefaulting, release
 from ps_runtime.system.record_disk import RecordDisk
 from ps_runtime.system.trimming import trim_often
@@ -411,7 +412,7 @@ class _Membership:
                 logs.error("checkpoints_not_writable", url=url, reason=str(failure))
 
         trying = asyncio.create_task(
-            asyncio.to_thread(lambda: CheckpointStore(url).check_writable())
+            in_daemon_thread(lambda: CheckpointStore(url).check_writable(), "checkpoint place")
         )
         if view.tables or not self.is_first:
             trying.add_done_callback(told)

@@ -60,6 +60,18 @@ async def in_thread(work: Callable[[], ResultT]) -> ResultT:
     return await working
 
 
+async def in_daemon_thread(work: Callable[[], ResultT], name: str) -> ResultT:
+    """As `asyncio.to_thread`, for work that may wait for ever: it keeps no process from ending."""
+    threads = DaemonThreads(1, name, _nothing)
+    working = threads.submit(work)
+    threads.shutdown(wait=False)
+    return await asyncio.wrap_future(working)
+
+
+def _nothing() -> None:
+    pass
+
+
 class DaemonThreads(Executor):
     """Threads whose work may wait for ever, and keeps no process from ending. Those of
     `ThreadPoolExecutor` are waited for by the interpreter.

@@ -26,6 +26,7 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,7 @@ from ps_runtime.checkpoint.part_file import IDS, VALUES, StoredBlock
 from ps_runtime.checkpoint.reader import CheckpointReader
 from ps_runtime.observe import logs
 from ps_runtime.system import clock
+from ps_runtime.system.executors import in_daemon_thread
 from ps_server.checkpoint.restored_ranges import Key, RestoredRanges, is_missing
 from ps_server.ranges.range_machine import RangeMachine
 from ps_server.service.node import ParameterNode
@@ -55,6 +57,9 @@ _READ_BYTES = 4 << 20
 
 _THREAD_COUNT = min(4, os.cpu_count() or 1)
 """A thread reads, checks and finds new memory for about half a GB a second; a disk is faster."""
+
+
+_in_thread = partial(in_daemon_thread, name="restored values")
 
 
 class RestoredValues:
@@ -87,9 +92,7 @@ class RestoredValues:
     async def _load(self, url: str, keys: list[Key]) -> None:
         begin_s = clock.now_s()
         with self._failing(keys):
-            reader = await asyncio.to_thread(
-                lambda: CheckpointReader(CheckpointDirectory(locate(url)))
-            )
+            reader = await _in_thread(lambda: CheckpointReader(CheckpointDirectory(locate(url))))
             byte_counts = await self._load_ranges(reader, keys)
             if byte_counts:
                 logs.info(
@@ -114,7 +117,7 @@ class RestoredValues:
                         if byte_count is not None:
                             byte_counts.append(byte_count)
             finally:
-                await asyncio.to_thread(own.close)
+                await _in_thread(own.close)
 
         for problem in await asyncio.gather(*map(load_next, readers), return_exceptions=True):
             if problem is not None:
@@ -136,7 +139,7 @@ class RestoredValues:
     async def _load_blocks(
         self, restored: RestoredTables, key: Key, shard: RangeMachine
     ) -> int | None:
-        found = await asyncio.to_thread(restored.blocks_of, shard.state.table)
+        found = await _in_thread(partial(restored.blocks_of, shard.state.table))
         if self._node.machine.shards.get(key) is not shard or not is_missing(shard):
             return None  # gone meanwhile, or its table has failed
         store = self._node.shards.stores[key]
@@ -158,7 +161,7 @@ class RestoredValues:
                 store.end_load(block)
             return byte_count
 
-        byte_count = await asyncio.to_thread(read)
+        byte_count = await _in_thread(read)
         if tensors.differ and key[0] not in self._told:
             self._told.add(key[0])
             tensors.tell(self._url)

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from ps_runtime.system.executors import DaemonThreads, in_thread, submitted
+from ps_runtime.system.executors import DaemonThreads, in_daemon_thread, in_thread, submitted
 
 NO_STACK_BYTES = 2**46
 """A stack that no system gives: every further thread is refused, as at a limit of processes."""
@@ -126,3 +126,21 @@ def test_daemon_threads_do_all_that_came_before_their_end_and_nothing_after() ->
     assert sorted(begun) == ["worker_0", "worker_1"]
     assert [*(work.result() for work in works), queued.result()] == [True, True, 1024]
     assert isinstance(failed.exception(), ValueError)
+
+
+def test_work_that_waits_for_ever_keeps_no_loop_from_ending() -> None:
+    free, ended = threading.Event(), threading.Event()
+
+    async def give_up() -> None:
+        working = asyncio.create_task(in_daemon_thread(free.wait, "worker"))
+        assert await in_daemon_thread(lambda: 1024, "worker") == 1024
+        working.cancel()
+
+    def live() -> None:
+        asyncio.run(give_up())
+        ended.set()
+
+    threading.Thread(target=live, daemon=True).start()
+    has_ended = ended.wait(10.0)
+    free.set()
+    assert has_ended

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
 from ps_core.errors import UpdateFailed
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
+from ps_core.manifest import MANIFEST_FILE
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
@@ -31,6 +32,7 @@ from ps_server.values.custom_updates import checked
 from ps_server.values.delay_compensation import MEAN_SQUARE
 from ps_server.values.shard_store import ShardStore
 from tests.unit.checkpoint_files import COUNTERS, SPECS, WEIGHTS, write_checkpoint
+from tests.unit.reluctant_store import WAIT_S, Gate, reluctant_store
 from tests.unit.sample_updates import Counting
 
 KEY = b"k" * 16
@@ -187,6 +189,28 @@ def test_a_load_ends_when_all_its_readers_are_closed(tmp_path: Path) -> None:
 
     asyncio.run(asyncio.wait_for(load(), LIMIT_S))
     assert not any(reader.late)
+
+
+def test_a_checkpoint_place_that_does_not_answer_keeps_no_server() -> None:
+    """Its process ends, though a thread waits for the place."""
+    with reluctant_store() as store:
+        directory = store.directory(1, "c")
+        reading = Gate("cat_file", MANIFEST_FILE)
+        node, view = restoring_node(directory.url)
+
+        async def load() -> None:
+            values = RestoredValues(node)
+            values.observe(view)
+            await asyncio.to_thread(reading.wait)
+            await values.close()
+
+        server = threading.Thread(target=lambda: asyncio.run(load()), daemon=True)
+        server.start()
+        server.join(WAIT_S / 2)
+        has_ended = not server.is_alive()
+        reading.let_go()
+        server.join()
+        assert has_ended
 
 
 def test_a_block_that_cannot_be_read_fails_its_table_alone(tmp_path: Path) -> None:
