@@ -508,6 +508,15 @@ class _CheckpointPart:
             ended.cancel()  # its end finds no loop to tell
             reason = f"what writes to {self._url} has not ended within {self._stall_s:g} s"
             logs.warning("checkpoint_part_left", number=self.number, reason=reason)
+            self._remove_spooled()
+
+    def _remove_spooled(self) -> None:
+        """Remove the file on this machine of a part that is put elsewhere: nobody else does."""
+        if self._opening.done() and self._opening.exception() is None:
+            directory, path, _ = self._opening.result()
+            if not directory.location.is_local:
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
 
     def _release(self) -> None:
         self._is_over = True

@@ -46,6 +46,10 @@ class ReluctantStore(MemoryFileSystem):  # type: ignore[misc]
         self._call_hooks("pipe_file", path)
         super().pipe_file(path, *arguments, **options)
 
+    def put_file(self, local: str, path: str, *arguments: Any, **options: Any) -> None:
+        self._call_hooks("put_file", path)
+        super().put_file(local, path, *arguments, **options)
+
     def rm_file(self, path: str) -> None:
         self._call_hooks("rm_file", path)
         super().rm_file(path)

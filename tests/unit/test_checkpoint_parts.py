@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
@@ -31,6 +32,7 @@ from ps_core.tables.table import Table
 from ps_core.tables.table_spec import RowsSpec, RowStorage, TableSpec
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.part_file import read_header, read_tensor
+from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_runtime.system.disk import DISK, Disk
 from ps_server.checkpoint.checkpoint_parts import CheckpointParts
@@ -40,6 +42,7 @@ from ps_server.service.node import ParameterNode
 from ps_server.values.row_gradients import payload_of
 from tests.integration.lane_cluster import until
 from tests.integration.open_files import open_files
+from tests.unit.reluctant_store import Gate, reluctant_store
 
 SERVER = Session("cluster", b"t" * 16, NodeId(1), Incarnation(10), Role.SERVER)
 MODEL = TableId(1)
@@ -466,6 +469,29 @@ def test_a_server_ends_though_its_store_does_not_answer(
     finally:
         disk.go_on.set()
     assert "event=checkpoint_part_left number=1" in caplog.text
+
+
+def test_a_server_that_ends_while_its_part_is_put_leaves_no_spool_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an object store that takes it for longer than the server waits."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def live(store: CheckpointStore) -> None:
+        server = Server(store.directory(1, "c").url)
+        server.begin_parts(limits.CHECKPOINT_BUFFER_BYTES, DISK, 0.05)
+        putting = Gate("put_file", ".safetensors")
+        server.step(1)
+        server.propose()
+        server.cut(1)
+        await asyncio.to_thread(putting.wait)
+        assert left_in(tmp_path)
+        await server.parts.close()
+        assert not left_in(tmp_path)
+        putting.let_go()
+
+    with reluctant_store() as store:
+        asyncio.run(live(store))
 
 
 def left_in(place: Path) -> list[str]:
