@@ -224,6 +224,7 @@ class ClientCheckpoints:
                 await scheduler.view_at_least(view_number + 1, max(end_s - now_s(), 0.0))
 
     def restore(self, url: str, timeout_s: float | None) -> None:
+        self._connection.check_open()
         deadline_s = self._connection.deadline_s(timeout_s)
         try:
             restoring = restore_checkpoint(self._engine.scheduler, url, deadline_s)

@@ -95,7 +95,7 @@ class ClientConnection:
         """True if it is closed, or belongs to the parent of this forked process."""
         return self.is_closed or self._pid != os.getpid()
 
-    def check_usable(self) -> None:
+    def check_open(self) -> None:
         if self._pid != os.getpid():
             raise InvalidConfig(
                 f"this client belongs to process {self._pid}; process {os.getpid()} was forked "
@@ -103,6 +103,9 @@ class ClientConnection:
             )
         if self.is_closed:
             raise InvalidConfig("this client has been closed; connect again")
+
+    def check_usable(self) -> None:
+        self.check_open()
         self.check_thread()
         self.engine.check_alive()
 

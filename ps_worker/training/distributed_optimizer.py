@@ -757,18 +757,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     continue
                 table.wake()
                 if entry.tensor not in self._hooks:
-                    hook = partial(_hooked, weakref.ref(self), table, index)
+                    hook = partial(_hooked, weakref.ref(self), weakref.ref(table), index)
                     handle = entry.tensor.register_post_accumulate_grad_hook(hook)
                     self._hooks[entry.tensor] = handle
 
 
 def _hooked(
-    reference: weakref.ref[DistributedOptimizer], table: TrainedTable, index: int, on: torch.Tensor
+    owner: weakref.ref[DistributedOptimizer],
+    its_table: weakref.ref[TrainedTable],
+    index: int,
+    on: torch.Tensor,
 ) -> None:
-    """A parameter's hook, which does not keep its optimizer alive."""
-    optimizer = reference()
-    if optimizer is None or optimizer._client.is_closed:  # another one may train the module now
-        return
+    """A parameter's hook, which does not keep its optimizer or their client alive."""
+    optimizer, table = owner(), its_table()
+    if optimizer is None or table is None or optimizer._client.is_closed:
+        return  # another one may train the module now
     model = optimizer._model
     if on.is_cuda and torch.cuda.is_current_stream_capturing():
         model.are_replayed = True

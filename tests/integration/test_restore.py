@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import signal
+import weakref
 from pathlib import Path
 
 import grpc
@@ -210,6 +211,33 @@ def shared_segments(process_id: int) -> tuple[int, int]:
     maps = Path(f"/proc/{process_id}/maps").read_text(encoding="utf-8").splitlines()
     name = "memfd:pushpull"
     return sum(name in link for link in links), sum(name in each for each in maps)
+
+
+@pytest.mark.thorough
+def test_a_client_that_a_restore_has_closed_restores_nothing_and_is_collected(
+    tmp_path: Path,
+) -> None:
+    """Its module goes on at the next client."""
+    module = torch.nn.Linear(4, 1)
+
+    def step(client: ps.Client) -> weakref.ref[ps.Client]:
+        optimizer = ps.DistributedOptimizer(client, module, ps.SGD(lr=0.1), name="model")
+        module(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        return weakref.ref(client)
+
+    with ps.local_cluster(1, 1, checkpoint_url=str(tmp_path)) as cluster:
+        client = connect(cluster, 0, "auto")
+        closed = step(client)
+        made, before = client.checkpoint().wait(), client
+        client = client.restore(made.url)
+        with pytest.raises(ps.InvalidConfig, match="has been closed; connect again"):
+            before.restore(made.url)
+        del before
+        step(client)  # else it were fenced by a further restore
+        gc.collect()
+        assert closed() is None
+        client.close()
 
 
 @pytest.mark.thorough
