@@ -459,7 +459,7 @@ class TrainedModel:
         if self._sealed is None:
             self._wait_pending()
         for table in self.tables:
-            table.check_dtype()
+            table.check_parameters()
         with self.group.marking(self._unhooked_marks):
             scale = self.group.reduced(self.tables, scale)
             self._take_edits()

@@ -227,6 +227,32 @@ def test_a_reader_pulls_parameters_and_buffers(client: ps.Client, reader: ps.Cli
         ps.pull_model(reader, nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8)), "buffers")
 
 
+@pytest.mark.parametrize("mode", ["sealed", "eager"])
+def test_a_sparse_gradient_is_refused_before_the_step_which_can_be_taken_then(
+    client: ps.Client, mode: str
+) -> None:
+    """Of two tables: what the script sets after backward is seen before either is sealed."""
+    model = nn.ModuleDict({"rows": nn.Embedding(4, 4), "head": nn.Linear(4, 1)})
+    copy = twin(model)
+    groups = [{"params": each.parameters()} for each in model.values()]
+    ours = ps.DistributedOptimizer(client, groups, ps.SGD(lr=0.1), name=f"sparse {mode}", mode=mode)
+    theirs = torch.optim.SGD(copy.parameters(), lr=0.1)
+    for each in (model, copy):
+        each["head"](each["rows"](torch.tensor([1, 2]))).sum().backward()
+    (rows,) = model["rows"].parameters()
+    dense = rows.grad
+    assert dense is not None
+    rows.grad = dense.to_sparse()
+    with pytest.raises(ps.InvalidTensor, match=r"is torch\.sparse_coo.* call step\(\) again"):
+        ours.step()
+    assert ours.clock == 0
+    rows.grad = dense
+    ours.step()
+    theirs.step()
+    assert ours.clock == 1
+    check_equal(model, copy)
+
+
 def test_a_gradient_that_is_not_finite_skips_the_step_and_is_named(client: ps.Client) -> None:
     model = seeded(Branched)
     copy = twin(model)

@@ -165,7 +165,9 @@ def check_dense(entry: PlacedTensor, gradient: torch.Tensor) -> None:
     if gradient.layout is not torch.strided or gradient.shape != entry.tensor.shape:
         raise InvalidTensor(
             f"the gradient of '{entry.name}' is {gradient.layout} of shape "
-            f"{tuple(gradient.shape)}; expected a dense one of {tuple(entry.tensor.shape)}"
+            f"{tuple(gradient.shape)}; expected a dense one of {tuple(entry.tensor.shape)}. The "
+            "step was not taken: give the parameter such a gradient (nn.Embedding without "
+            "sparse=True), or none, and call step() again"
         )
 
 

@@ -42,6 +42,7 @@ from ps_worker.training.tables.staging import (
     GradientStaging,
     blocks_in,
     check_as_given,
+    check_dense,
 )
 from ps_worker.training.tables.step_scale import StepScale
 
@@ -242,8 +243,10 @@ class TrainedTable:
             self.pending.add(self._client.tables.begin_step(self.handle).seal(skip=True))
             self._is_ended = True
 
-    def check_dtype(self) -> None:
-        """Refuse a model that was moved to another dtype, which the servers do not follow."""
+    def check_parameters(self) -> None:
+        """Refuse a model that was moved to another dtype, which the servers do not follow, and a
+        gradient that they cannot take: before anything is sealed, so that a step can follow.
+        """
         for entry in self.layout.placed:
             if entry.tensor.dtype is not self.dtype:
                 raise InvalidConfig(
@@ -251,6 +254,9 @@ class TrainedTable:
                     "its optimizer was made; move the model to its dtype (model.double(), "
                     ".bfloat16(), .to(dtype)) before its optimizer is made"
                 )
+            gradient = None if self._pushes_moves else entry.tensor.grad
+            if gradient is not None:
+                check_dense(entry, gradient)
 
     # --- edits
 
