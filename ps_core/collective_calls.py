@@ -85,10 +85,11 @@ def is_late_joiner(view: ClusterView, worker: Node) -> bool:
 
 def joined_after(view: ClusterView, incarnation: Incarnation) -> int | None:
     """The clock after which a late joiner has joined, the highest of all tables; None while it has
-    not joined each of them, so is beyond none of the others.
+    not joined each of them, so is beyond none of the others. A restored table that nobody had
+    trained by then does not count: it may be created later, at any clock.
     """
     clocks = [
-        join.after_clock
+        0 if join.after_clock == table.restored_clock else join.after_clock
         for table in view.tables
         for join in table.joins
         if join.incarnation == incarnation

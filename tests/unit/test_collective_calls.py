@@ -102,6 +102,15 @@ def test_a_newcomer_is_as_far_as_the_table_where_it_joined_last() -> None:
     assert joined_after(view_of(tables=tables), own) == 6
 
 
+def test_a_restored_table_that_nobody_had_trained_takes_no_newcomer_back() -> None:
+    """It may be created later, and go on at a higher clock than all that has been trained."""
+    own = Incarnation(12)
+    trained = replace(table(1, Join(1, own, 4)), restored_clock=3)
+    later = replace(table(2, Join(1, own, 30)), restored_clock=30)
+    assert joined_after(view_of(tables=(trained, later)), own) == 4
+    assert joined_after(view_of(tables=(later,)), own) == 0, "its own first step is beyond that"
+
+
 @pytest.mark.parametrize("tables", [(), (table(1, Join(1, Incarnation(12), 4)), table(2))])
 def test_who_has_not_joined_all_tables_is_nowhere_yet(tables: tuple[Table, ...]) -> None:
     assert joined_after(view_of(tables=tables), Incarnation(12)) is None
