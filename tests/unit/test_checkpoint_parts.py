@@ -31,11 +31,12 @@ from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import RowsSpec, RowStorage, TableSpec
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
-from ps_runtime.checkpoint.part_file import read_header, read_tensor
+from ps_runtime.checkpoint.part_file import MAX_HEADER_BYTES, read_header, read_tensor
+from ps_runtime.checkpoint.part_writer import PlannedTable
 from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_runtime.system.disk import DISK, Disk
-from ps_server.checkpoint.checkpoint_parts import CheckpointParts
+from ps_server.checkpoint.checkpoint_parts import _STATE_NAMES, CheckpointParts
 from ps_server.ranges.events import Place, PullEvent, PushEvent, SealEvent, SealTerms, Sender
 from ps_server.rows.row_partition import RowSnapshot
 from ps_server.service.node import ParameterNode
@@ -598,3 +599,13 @@ def test_a_cut_that_is_not_reached_in_time_fails_the_part_and_holds_nobody(tmp_p
         assert server.clocks == {2}
 
     run(tmp_path, drive)
+
+
+def test_a_header_has_space_for_as_many_blocks_as_the_page_says() -> None:
+    """CHECKPOINT_FORMAT: 115 GiB of parameters with Adam; a block of several tensors takes more."""
+    spec = TableSpec("model/0/float32", DType.FLOAT32, 1, OptimizerSpec(OptimizerKind.ADAM))
+    block_bytes = limits.DEFAULT_BLOCK_ELEMENTS * 4
+    names = ("values", *_STATE_NAMES[spec.optimizer.kind])
+    for gib, fits in ((115, True), (121, False)):
+        planned = PlannedTable(spec.name, gib * 2**30 // block_bytes, names)
+        assert (planned.header_bytes < MAX_HEADER_BYTES) is fits
