@@ -220,6 +220,15 @@ class OuterSteps:
         self.inner.taken = 0
         self.inner.has_kept = any(table.moves.fragment is not None for table in self._tables)
 
+    def failed(self) -> None:
+        """The outer step has ended with an error: what inner steps have moved stays, and is part of
+        the next one, as are those that come before it.
+        """
+        if self._outer is not None:
+            self.inner.has_kept = True
+            for table in self._tables:
+                table.forget_left()
+
     @property
     def is_overlapped(self) -> bool:
         """True if the worker takes another inner step before it waits for the last outer step."""

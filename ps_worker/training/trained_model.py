@@ -424,9 +424,8 @@ class TrainedModel:
 
     def _may_recompute(self, before: StateBefore | None) -> bool:
         """False under BSP, where a step of some blocks would count as a whole one."""
-        if self.moves and before is None:
-            return False
-        return all(setting.mode is not Mode.BSP for setting in self.settings())
+        is_possible = before is not None or not self.moves
+        return is_possible and all(setting.mode is not Mode.BSP for setting in self.settings())
 
     def _state_before(self) -> StateBefore | None:
         """ADD: the state that the local optimizer may have to return to."""
@@ -653,8 +652,7 @@ class TrainedModel:
             for table, given in awake.items():
                 skips = skip or not table.takes_part
                 tickets[table] = table.seal(given, scale, skip=skips, is_awaited=is_awaited)
-            rows_now = () if is_round else self.rows
-            row_steps = [(rows, rows.seal(scale, skip=skip)) for rows in rows_now]
+            row_steps = [] if is_round else [(r, r.seal(scale, skip=skip)) for r in self.rows]
         self.outer_steps.sealed()
         max_norm = None if skip or scale.clip_scale is None else self.options.clip_norm
         scaling = scaled_updates([*tickets.items(), *row_steps], max_norm)
@@ -715,6 +713,8 @@ class TrainedModel:
                     table.left()
                 for buffers in self.buffers:
                     buffers.left()
+                if self._sealed is None and not (sealed.is_taken_over or sealed.is_edit):
+                    self.outer_steps.failed()
             raise
         with uninterrupted():
             self._sealed = None

@@ -12,6 +12,7 @@ from ps_core.errors import WaitExpired
 from ps_worker.spec.optimizers import Outer
 from ps_worker.steps.inner_steps import InnerSteps
 from ps_worker.steps.steps import StepResult
+from ps_worker.training.local_optimizer import OuterSteps
 from ps_worker.training.tables.trained_table import TrainedTable
 from tests.unit.saving_worker import A, Worker, clocks_of
 from tests.unit.table_client import TableClient, trained_tables
@@ -130,6 +131,23 @@ def test_an_outer_step_that_was_refused_stays_moved(codec: str) -> None:
     assert table.take_result(None)
     (entry,) = table.layout.placed
     assert entry.tensor.eq(-1.0).all()
+
+
+def test_an_outer_step_that_ended_with_an_error_loses_no_inner_step() -> None:
+    """Later inner steps are moves, and no changes of the script that a pull must not overwrite."""
+    table = moved_table()
+    steps = OuterSteps(OUTER, [table])
+    steps.inner.taken = 3
+    steps.sealed()
+    moved = [steps.inner.have_moved]
+    table.left()
+    steps.failed()
+    moved.append(steps.inner.have_moved)
+    assert moved == [False, True], "else what has moved would be taken for an edit"
+    (entry,) = table.layout.placed
+    entry.tensor.data.sub_(1.0)  # the next inner step
+    assert not table.take_result(StepResult(2, True, 0))
+    assert entry.tensor.eq(0.0).all(), "the pulled values"
 
 
 def test_a_change_of_the_script_is_not_moved_again() -> None:
