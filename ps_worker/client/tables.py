@@ -99,12 +99,11 @@ class ClientTables:
 
     @property
     def trained(self) -> list[TableHandle]:
-        """The handles without those of `set_aside`."""
-        return [each for id_, each in self._handles.items() if id_ not in self._untrained]
+        """Those that were not `set_aside`."""
+        return [each for each in self.handles if each.table.table_id not in self._untrained]
 
     def set_aside(self, table: TableHandle) -> None:
         """Say that the script does not train this table, so that it may train another one alone."""
-        self.check_own(table)
         self._untrained.add(table.table.table_id)
 
     def check_own(self, table: TableHandle) -> None:
@@ -349,8 +348,7 @@ class ClientTables:
     def _adopt(self, table: Table, codecs: TableCodecs = OWN_CODECS) -> TableHandle:
         handle = self._handles.get(table.table_id)
         if handle is None:
-            encoder = None
-            native = NATIVE_CODEC[table.spec.dtype]
+            encoder, native = None, NATIVE_CODEC[table.spec.dtype]
             if codecs.pull is not None:
                 load_kernels(codecs.pull, native)
             if codecs.push is not None and not self._connection.is_reader:
@@ -388,8 +386,7 @@ class ClientTables:
             }
 
         what = f"worker {me.rank} to join {len(table_ids)} tables"
-        view = self.await_view(lambda view: len(found(view)) == len(table_ids), what, deadline_s)
-        joined = found(view)
+        joined = found(self.await_view(lambda v: len(found(v)) == len(table_ids), what, deadline_s))
         for handle in tables:
             handle.steps.reached(joined[handle.table.table_id])
 
@@ -604,10 +601,9 @@ class Pulls:
         held: HeldValues | None = None,
         blocks: Container[int] | None = None,
     ) -> PullTicket[Pulled]:
-        """Begin to pull a whole table, or only these blocks of it, at this worker's clock into
-        `raw`, 1-D uint8, which has space for all of it; the background thread writes there until
-        the ticket is done. `held` says what `raw` has from earlier pulls; values that are still the
-        same do not come.
+        """Begin to pull a table, or these blocks of it, at this worker's clock into `raw`, 1-D
+        uint8, which has space for all of it, and which the background thread writes until the
+        ticket is done. What `held` says that `raw` has, and is still the same, does not come.
         """
         order = replace(self._order(table, raw, None, None), held=held, blocks=blocks)
         return PullTicket(table.table, self._connection.loop.start(self._engine.pull(order)))

@@ -183,7 +183,7 @@ def test_up_goes_on_without_a_server(tmp_path: Path) -> None:
 def test_up_waits_for_a_server_that_is_started_again_before_it_served(tmp_path: Path) -> None:
     """A cold one, which imports torch first."""
     with Tool("up", "--max-restarts", "1", "--quiet", cwd=tmp_path) as tool:
-        until(lambda: tool.role_pids()["server"], "a server begins to start")
+        until(lambda: bool(tool.role_pids()["server"]), "a server begins to start")
         os.kill(tool.role_pids()["server"][0], signal.SIGKILL)
         tool.wait_for(r"server 0 was killed by SIGKILL; it is started again \(restart 1 of 1\)")
         tool.wait_for("cluster is up")
