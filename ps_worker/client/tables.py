@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView
-from ps_core.codecs.choices import PushCodec, name_of
+from ps_core.codecs.choices import name_of
 from ps_core.consistency import Consistency, Mode, parsed
 from ps_core.errors import (
     InvalidConfig,
@@ -74,7 +74,7 @@ from ps_worker.steps.steps import (
     skipped_clocks,
 )
 from ps_worker.transport.loop import CallbackThread, Ends, ended_together
-from ps_worker.transport.metrics import MEASURES
+from ps_worker.transport.metrics import tell_of_fall_back
 from ps_worker.transport.pulls import PullOrder, new_cut
 
 _LOOK_S = 0.5
@@ -353,7 +353,7 @@ class ClientTables:
                 load_kernels(codecs.pull, native)
             if codecs.push is not None and not self._connection.is_reader:
                 load_kernels(codecs.push.codec, native)
-                told = partial(_tell_of_fall_back, table.spec.name, codecs.push)
+                told = partial(tell_of_fall_back, table.spec.name, codecs.push)
                 reads = reduction_of(table, lambda: self._engine.view)
                 encoder = PushEncoder(table, codecs.push, self._engine.session.rank, told, *reads)
             steps = TableSteps(
@@ -760,19 +760,6 @@ class Pulls:
 
     def close(self) -> None:
         self._callbacks.stop()
-
-
-def _tell_of_fall_back(table: str, codec: PushCodec, count: int) -> None:
-    """A block of the table is pushed in int8 from now on; so are `count` in all."""
-    MEASURES.fallen_back_blocks.inc()
-    if count == 1:
-        logs.warning(
-            "residual_outgrew_gradients",
-            table=table,
-            push_codec=codec,
-            done="a block is pushed in int8 from now on, and so will others be that need it",
-            remedy="a denser push_codec, or a smaller learning rate",
-        )
 
 
 def _check_codecs(handle: TableHandle, codecs: TableCodecs, chosen: Mapping[str, object]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from ps_core.codecs.choices import PushCodec
 from ps_core.errors import InvalidConfig
 from ps_runtime.grpc.http_endpoint import HttpEndpoint
 from ps_runtime.grpc.node_server import NodeServer
@@ -103,3 +104,16 @@ class HttpPort:
 
 PORT = HttpPort()
 """The port of this process."""
+
+
+def tell_of_fall_back(table: str, codec: PushCodec, count: int) -> None:
+    """A block of the table is pushed in int8 from now on; so are `count` in all."""
+    MEASURES.fallen_back_blocks.inc()
+    if count == 1:
+        logs.warning(
+            "residual_outgrew_gradients",
+            table=table,
+            push_codec=codec,
+            done="a block is pushed in int8 from now on, and so will others be that need it",
+            remedy="a denser push_codec, or a smaller learning rate",
+        )

@@ -25,7 +25,7 @@ QUICK_SIZE_MB = 2
 CODECS = (NONE, "bf16", "fp16", "int8", "sign", "topk", "lowrank")
 
 _MOST_OF_DEADLINE = 0.8
-"""Of a contender's deadline: the rest is for what the processors do."""
+"""The share of a contender's deadline; the rest is for what the processors do."""
 
 _Round = tuple[float, int, int, int]
 """Seconds, bytes sent and received, and those of both without headers."""
