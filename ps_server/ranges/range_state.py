@@ -244,7 +244,7 @@ class RangeState:
 
     @property
     def _unscaled_clock(self) -> int:
-        """Of a sum that waits for its scale; 0: there is none. Who takes the range over has it, and
+        """The clock of a sum that waits for its scale, or 0. Who takes the range over has it, and
         hears of its seals only when workers send them again.
         """
         return 0 if self.unscaled is None else self.unscaled.clock
