@@ -50,6 +50,8 @@ import { PushpullError, errorFromMessage } from './errors.js';
 /** @typedef {{server: number, epoch: number}} Owner */
 
 const FALLBACK_RETRY_MS = 500;
+/** A server that gives a range up and comes back to it passes so many epochs, or more. */
+const EPOCHS_TO_RETURN = 3;
 /** With these the clock is over all the same, or the table is: no other seal changes that. */
 const OVER = new Set(['EDIT_REFUSED', 'UPDATE_FAILED']);
 
@@ -192,18 +194,22 @@ export class PushWindow {
   }
 
   /**
-   * Takes over who serves what; what was sent to a server that a range has left goes again.
+   * Takes over who serves what. What was sent to a server that a range has left goes again; so does
+   * what was sent to one that may have given the range up, in views that did not come.
    *
    * @param {any} view a pushpull.v1.ClusterView
    */
   observe(view) {
-    for (const range of view.ranges) {
-      const { primaryNodeId: server, assignmentEpoch: epoch } = range;
-      this.#owners.set(range.rangeId, { server, epoch });
+    const returned = new Set();
+    for (const { rangeId, primaryNodeId: server, assignmentEpoch: epoch } of view.ranges) {
+      const before = this.#owners.get(rangeId);
+      if (before && epoch >= before.epoch + EPOCHS_TO_RETURN) returned.add(rangeId);
+      this.#owners.set(rangeId, { server, epoch });
     }
     for (const entry of this.#open.values()) {
-      const owner = this.#owners.get(entry.rangeId);
-      if (entry.server && entry.server !== owner?.server) this.#requeue(entry);
+      const { rangeId, server } = entry;
+      const hasLeft = server !== this.#owners.get(rangeId)?.server;
+      if (server && (hasLeft || returned.has(rangeId))) this.#requeue(entry);
     }
   }
 

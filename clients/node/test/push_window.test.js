@@ -219,6 +219,20 @@ test('a range that moves takes its entries along', () => {
   assert.deepEqual([server, request.block.sequence], [12, 1]);
 });
 
+test('a server that may have given a range up in between is sent its entries again', () => {
+  submit(1, { blocks: [0, 3] });
+  receiveAll();
+  window.take(0);
+  window.observe(view([11, 11, 12, 12], 3));
+  assert.deepEqual(window.take(0), []);
+  const later = view([11, 11, 12, 12], 3);
+  later.ranges[0].assignmentEpoch = 6;
+  window.observe(later);
+  const [first, ...rest] = window.take(0);
+  assert.deepEqual([blocks([first]), first.request.block.assignmentEpoch], [[[0, 0, 1]], 6]);
+  assert.deepEqual(seals(rest), [[11, false, [[0, 2]]]]);
+});
+
 test('an error that no retry mends comes out', () => {
   submit(1);
   window.take(0);
