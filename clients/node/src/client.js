@@ -42,8 +42,15 @@ export class Table extends TableLayout {
     this.isRestored = table.restoredClock !== undefined && table.restoredClock !== null;
     /** Whether it joins others, and has neither pulled nor stepped. */
     this.isJoining = false;
+    /** The newest clock that a pull found in every range. */
+    this.newestClock = this.clock;
     /** What the last pull of each block gave. @type {Map<number, number>} */
     this.peerVersions = new Map();
+  }
+
+  /** The updates beyond its clock that were formed without this worker, as far as it knows. */
+  get missedCount() {
+    return Math.max(this.newestClock - this.clock, 0);
   }
 }
 
@@ -401,8 +408,7 @@ export class PushpullClient {
       const { missing: left, problem } = await this.#pullOnce(asked, missing, { endMs, take });
       missing = left;
       if (!missing.size) {
-        if (table.isJoining) table.clock = Math.max(table.clock, leastClock);
-        table.isJoining = false;
+        this.#reached(table, leastClock);
         return values;
       }
       const hasTime = Date.now() < endMs;
@@ -415,6 +421,35 @@ export class PushpullClient {
       }
       await pause(problem?.retryAfterMs || RETRY_MS, this.#scheduler.signal);
     }
+  }
+
+  /**
+   * A pull found all of the table at `clock` or beyond.
+   *
+   * @param {Table} table
+   * @param {number} clock
+   */
+  #reached(table, clock) {
+    table.newestClock = Math.max(table.newestClock, clock);
+    const isWorker = this.#scheduler.session.role === 'NODE_ROLE_WORKER';
+    if (isWorker && (table.isJoining || this.#tables.size === 1)) this.catchUp(table);
+    table.isJoining = false;
+  }
+
+  /**
+   * Leaves out clocks whose updates were formed without this worker, under backup workers: as many
+   * on each of these tables as were on all of them, as far as their newest pulls show. A client of
+   * one table does so by itself. Another calls this between two steps, with all tables that it steps
+   * together; else each of its steps that is behind is discarded.
+   *
+   * @param {...Table} tables
+   * @returns {number} how many on each
+   */
+  catchUp(...tables) {
+    this.#check();
+    const count = tables.length ? Math.min(...tables.map((table) => table.missedCount)) : 0;
+    for (const table of tables) table.clock += count;
+    return count;
   }
 
   /**

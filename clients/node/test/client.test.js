@@ -44,9 +44,42 @@ test('a worker that joins others begins at the least clock of its first pull', a
   cluster.servers[0].clock = 9;
   await client.pull(table);
   assert.equal((await client.push(table, ONES)).clock, 10);
-  cluster.servers[0].clock = 20;
+});
+
+test('a worker that updates were formed without goes on from the least clock', async (t) => {
+  const cluster = await StubCluster.start(t);
+  const client = await connect(t, cluster);
+  const table = await client.table('t');
+  const [server] = cluster.servers;
+  const taken = server.outcomeOf;
+  server.outcomeOf = () => ({ outcome: 'OUTCOME_DISCARDED' });
+  assert.deepEqual(await client.push(table, ONES), { clock: 1, applied: false, staleness: 0 });
+  server.outcomeOf = taken;
+  server.clock = 9;
+  await client.pull(table);
+  assert.deepEqual(await client.push(table, ONES), { clock: 10, applied: true, staleness: 0 });
   await client.pull(table);
   assert.equal((await client.push(table, ONES)).clock, 11);
+});
+
+test('of tables that are stepped together the same number of clocks is left out', async (t) => {
+  const cluster = await StubCluster.start(t);
+  const other = stubTable({ tableId: 2, spec: { ...cluster.table.spec, name: 'u' } });
+  cluster.show({ tables: [cluster.table, other] });
+  const client = await connect(t, cluster);
+  const tables = [await client.table('t'), await client.table('u')];
+  const [server] = cluster.servers;
+  const clocks = async () => (await Promise.all(tables.map((each) => client.push(each, ONES))))
+    .map(({ clock }) => clock);
+  server.clock = 9;
+  await client.pull(tables[0]);
+  assert.equal(client.catchUp(...tables), 0);
+  assert.deepEqual(await clocks(), [1, 1]);
+  server.clock = 4;
+  await client.pull(tables[1]);
+  assert.equal(client.catchUp(...tables), 3);
+  assert.deepEqual(await clocks(), [5, 5]);
+  assert.equal(client.catchUp(), 0);
 });
 
 test('who leaves says so to the scheduler though no last step can be taken', async (t) => {

@@ -102,8 +102,7 @@ class StubServer {
     }
     /** Blocks whose step is not sealed yet. */
     const held = new Map();
-    const reply = (place, rest) => {
-      const { tableId = 1, rangeId, sequence } = place;
+    const reply = ({ tableId, rangeId, sequence }, rest) => {
       stream.write({ replies: [{ tableId, rangeId, sequence, ...rest }] });
     };
     const end = async (place, entry) =>
@@ -114,20 +113,21 @@ class StubServer {
         const { outcome } = await this.outcomeOf({ block });
         if (outcome === 'OUTCOME_INVALID') await end(block, { block });
         else {
-          held.set(`${block.rangeId}/${block.sequence}`, block);
+          held.set(`${block.tableId}/${block.rangeId}/${block.sequence}`, block);
           reply(block, { kind: 'REPLY_KIND_RECEIVED' });
         }
       }
-      for (const range of seal?.ranges ?? []) {
+      for (const { rangeId, sequence } of seal?.ranges ?? []) {
+        const { tableId } = seal;
         const { outcome } = await this.outcomeOf({ seal });
         if (outcome !== 'OUTCOME_INVALID') {
           for (const [key, each] of held) {
-            if (each.rangeId !== range.rangeId) continue;
+            if (each.tableId !== tableId || each.rangeId !== rangeId) continue;
             held.delete(key);
             await end(each, { block: each });
           }
         }
-        await end(range, { seal });
+        await end({ tableId, rangeId, sequence }, { seal });
       }
     });
     stream.on('end', () => stream.end());
