@@ -164,12 +164,13 @@ class Calamities:
         draw = self._world.draw
         if self.is_calm:
             return
-        if not self._strikes[kind]():
+        struck = self._possible(kind)
+        if not self._strikes[struck]():
             if kind != self._plan.kinds[0]:
                 kind = draw.choice(self._plan.kinds)
             self._world.after(0.25, lambda: self._strike(kind))
             return
-        self._world.counts[f"fault: {kind}"] += 1
+        self._world.counts[f"fault: {struck}"] += 1
         self._left_count -= 1
         if self._left_count > 0:
             # Each kind once, then any.
@@ -178,6 +179,11 @@ class Calamities:
             following = kinds[number] if number < len(kinds) else draw.choice(kinds)
             delay_s = draw.choice((0.2, 2.0, 8.0)) * (0.5 + draw.random())
             self._world.after(delay_s, lambda: self._strike(following))
+
+    def _possible(self, kind: str) -> str:
+        """That kind; or a pause, where as many workers have died as are planned."""
+        is_enough = len(self.dead_workers) >= self._plan.worker_deaths
+        return "paused" if kind == "worker killed" and is_enough else kind
 
     def _undo(self, after_s: float, action: Callable[[], None]) -> None:
         def undo() -> None:
@@ -352,16 +358,15 @@ class Calamities:
     # --- workers
 
     def _kill_worker(self) -> bool:
-        """One of them, as often as is planned."""
-        if len(self.dead_workers) >= self._plan.worker_deaths:
-            return self._pause(self._victim())
         found = [w for w in self._stage.workers if not w.finished and not w.is_down]
         if not found:
             return False
         victim = self._world.draw.choice(found)
         self.dead_workers.append(victim)
-        self._world.say(f"KILLED worker {victim.rank}")
         self._stage.kill_worker(victim)
+        if victim not in self.dead_workers:  # nobody would say that it is gone
+            return False
+        self._world.say(f"KILLED worker {victim.rank}")
         return True
 
 
