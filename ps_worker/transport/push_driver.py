@@ -27,6 +27,7 @@ from ps_worker.steps.steps import PushBody, StepFuture, StepResult
 from ps_worker.transport.links import ServerLinks
 from ps_worker.transport.metrics import MEASURES
 from ps_worker.transport.push_pull_stream import StreamEntry
+from ps_worker.window.primaries import take_primaries
 from ps_worker.window.push_window import (
     POLLED_COUNT,
     BlockPlace,
@@ -45,12 +46,6 @@ from pushpull.v1 import parameters_pb2, types_pb2
 
 TICK_INTERVAL_S = 0.05
 """The window looks for due retries so often, while a step is not committed."""
-
-_EPOCHS_TO_RETURN = 3
-"""A range that moves to another primary and back passes at least three epochs: the other takes it,
-adds the old one as a backup, and hands it over."""
-
-_NOBODY = NodeId(0)
 
 _KINDS = {parameters_pb2.ReplyKind.Value(f"REPLY_KIND_{kind.name}"): kind for kind in ReplyKind}
 _OUTCOMES = {parameters_pb2.Outcome.Value(f"OUTCOME_{end.name}"): end for end in Outcome}
@@ -173,20 +168,9 @@ class PushDriver:
     # --- from the network
 
     def take_view(self, view: ClusterView) -> None:
-        """Take a newer view. In views that this client did not get, a range may have left its
-        primary and come back, and the server has forgotten the entries that it had received.
-        """
-        before, self._view = self._view, view
-        owners = {a.range_id: a.primary for a in view.ranges if a.primary is not None}
-        may_be_back = {
-            new.range_id: _NOBODY
-            for old, new in zip(before.ranges, view.ranges, strict=True)
-            if new.primary is not None
-            and new.assignment_epoch >= old.assignment_epoch + _EPOCHS_TO_RETURN
-        }
-        if may_be_back:
-            self._window.assign(owners | may_be_back)
-        self._window.assign(owners)
+        """Take a newer view, perhaps after views that this client did not get."""
+        known, self._view = {r.range_id: r.assignment_epoch for r in self._view.ranges}, view
+        take_primaries(self._window, known, view.ranges)
         self._pump_soon()
 
     def stream_opened(self, server: NodeId) -> None:

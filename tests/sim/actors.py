@@ -237,6 +237,8 @@ class SimWorker:
         self.world, self.cluster, self.layout = world, cluster, layout
         self.rank, self.incarnation = rank, incarnation
         self.origin = int(incarnation)
+        self.view_number = 0
+        """Of the newest view that came; those of its first servers and ranges it had before."""
         self.is_late_joiner = False
         self.bad_share = 0.0 if layout.settings.groups.leaders else 0.02
         """Of its blocks that are not finite: groups skip such steps."""

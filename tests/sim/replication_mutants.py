@@ -18,6 +18,7 @@ _REPLICATION = "ps_server/replication/range_roles.py"
 _OUTPUT = "ps_server/replication/output_commit.py"
 _COPY = "ps_server/ranges/range_copy.py"
 _CONFIGURATIONS = "scheduler/machine/configurations.py"
+_PRIMARIES = "ps_worker/window/primaries.py"
 
 REPLICATION_MUTANTS = (
     Mutant(
@@ -500,5 +501,13 @@ REPLICATION_MUTANTS = (
         "        self.deposed.add(range_id)\n",
         "        self.deposed.add(range_id)\n        primary.log._entries.clear()\n",
         _AWAY,
+    ),
+    Mutant(
+        "a range that came back in views that were missed is sent nothing again",
+        "S8",
+        _PRIMARIES,
+        "        if each.assignment_epoch >= known + EPOCHS_TO_RETURN:\n",
+        "        if False:\n",
+        ("away", "failover"),
     ),
 )

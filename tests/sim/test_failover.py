@@ -40,6 +40,7 @@ from tests.sim.scheduled import BEAT_S, SCHEDULER, VIEW_DELAY_S, ScheduledSimula
 from tests.sim.server import SimServer
 from tests.sim.serving import Watch
 from tests.sim.test_simulation import WORKERS, run_seeds
+from tests.sim.worker_views import WorkerViews
 
 QUIET_S = 90.0
 """In which backups catch up and the dead are declared gone, once all is calm."""
@@ -61,7 +62,8 @@ class FailoverSimulation(ScheduledSimulation):
         "reconfigured", "ranges taken over", "ranges given up", "snapshots", "joined ranges",
         "parked waits", "equal replicas", "gone", "checkpoints", "checkpoints that failed",
         "streams broken", "lost with a stream", "heard beside the next stream",
-        "sent again when late", "snapshots before their view",
+        "sent again when late", "snapshots before their view", "views lost", "views cut",
+        "perhaps back in views that were missed",
     })  # fmt: skip
     medians: ClassVar[dict[str, int]] = {"messages": 2_000, "failovers": 1, "joined ranges": 1}
     may_group = True
@@ -74,6 +76,8 @@ class FailoverSimulation(ScheduledSimulation):
         self.world.faults = self.world.faults.with_peers(random.Random(f"streams of {seed}"))
         self.clip(self.layout.tables[:2])
         self.calamities = self.calamities_of(self.plan)
+        self.worker_views = WorkerViews(self.world, seed, self.calamities)
+        self.worker_views.blind(self.workers)
         self._moved_s = dict.fromkeys(self.workers, (0, 0.0))
         self._ask()
         self._remind()
@@ -331,30 +335,30 @@ class FailoverSimulation(ScheduledSimulation):
         self.world.after(delay_s, arrive)
 
     def _tell_worker(self, worker: SimWorker) -> None:
-        view = self.scheduler.view
+        self.worker_views.send(worker, self.told_view)
 
-        def arrive() -> None:
-            if self._adopt(worker.layout, view):
-                worker.window.assign(worker.layout.owner)
-
-        self.world.after(self.world.draw.random() * VIEW_DELAY_S, arrive)
+    @property
+    def told_view(self) -> ClusterView:
+        """The newest that is told to anybody."""
+        return self.scheduler.view
 
     def _remind(self) -> None:
         """A stream of views that broke begins anew with the newest."""
         self.world.after(1.0, self._remind)
-        for server in self.living if self.is_there else ():
-            if server.view_number < self.scheduler.view.view_number:
-                self._tell(server, self.scheduler.view)
+        if not self.is_there:
+            return
+        for server in self.living:
+            if server.view_number < self.told_view.view_number:
+                self._tell(server, self.told_view)
+        self.worker_views.remind(self.told_view)
 
     @staticmethod
-    def _adopt(layout: Layout, view: ClusterView) -> bool:
-        """Whether the view is newer than what is known."""
+    def _adopt(layout: Layout, view: ClusterView) -> None:
         epochs = {r.range_id: int(r.assignment_epoch) for r in view.ranges}
         if any(layout.epoch[range_id] > epoch for range_id, epoch in epochs.items()):
-            return False
+            return
         layout.epoch.update(epochs)
         layout.owner.update({r.range_id: r.primary for r in view.ranges if r.primary is not None})
-        return True
 
     # --- the end
 

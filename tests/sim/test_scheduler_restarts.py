@@ -175,13 +175,17 @@ class RestartSimulation(AwaySimulation, ReplacementSimulation):
         assert self._told_view is not None
         super()._tell(server, self._told_view)
 
+    @property
+    def told_view(self) -> ClusterView:
+        """That of the newest decision that is durable."""
+        return self._told_view or self.scheduler.view
+
     def _remind(self) -> None:
         """With what is told."""
-        self.world.after(1.0, self._remind)
-        for server in self.living if self.is_there and self._told_view is not None else ():
-            assert self._told_view is not None
-            if server.view_number < self._told_view.view_number:
-                self._tell(server, self._told_view)
+        if self._told_view is None:
+            self.world.after(1.0, self._remind)
+        else:
+            super()._remind()
 
     def _admitted(self, asking: Registration, comes: Callable[[Decision[Session]], None]) -> None:
         begin_s = self.world.now_s
