@@ -431,9 +431,10 @@ class Replication:
         """Snapshots for servers that are catching up and have space. Each is to be made, and sent
         with the values of that moment, before the next is asked for.
         """
+        awaiting = self.awaiting_values if self._with_catching_up else set()
         for assignment in self._with_catching_up:
             primary = self.primaries.get(assignment.range_id)
-            if primary is not None:
+            if primary is not None and assignment.range_id not in awaiting:
                 for node_id in assignment.catching_up:
                     if primary.begins_copy(node_id, now_s, has_space):
                         yield node_id, self._copying(primary.log)
