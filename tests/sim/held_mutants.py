@@ -40,6 +40,6 @@ HELD_MUTANTS = (
         "        return value if is_of_epoch else None\n",
         "        return value\n",
         ("failover",),
-        first_seed=84,
+        first_seed=96,
     ),
 )
