@@ -66,6 +66,18 @@ class Location:
         path, url = self.path.rsplit("/", 1)[0], self.url.rsplit("/", 1)[0]
         return Location(self.filesystem, path, url)
 
+    def own_name(self, place: Location) -> str:
+        """The name of a place that lies directly in this one, symbolic links and `..` resolved;
+        empty if it lies elsewhere. Blocking: resolves links.
+        """
+        parent = place.parent
+        if (parent.filesystem, parent.path) == (self.filesystem, self.path):
+            return place.name
+        if not (place.is_local and self.is_local):
+            return ""
+        its_parent, name = os.path.split(os.path.realpath(place.path))
+        return name if its_parent == os.path.realpath(self.path) else ""
+
     def names(self) -> list[str]:
         """The names in it; empty if there is no such directory. Blocking: lists it."""
         with reported(self.url, "listed"):

@@ -173,14 +173,14 @@ def resolve(url: str, permit: Callable[[str], None] | None = None) -> ResolvedCh
     store = CheckpointStore(location)
     passed_over: list[str] = []
     restores = restores_in_force(location)
-    for place in _newest_first(store, restores, permit):
+    for place, is_elsewhere in _newest_first(store, restores, permit):
         try:
             reader = CheckpointReader(place)
         except InvalidCheckpoint as error:
             passed_over.append(error.message)
             continue
         left = next((each for each in restores if each.leaves(reader.manifest)), None)
-        if left is None:
+        if left is None or is_elsewhere:  # else it would be void, or lies beside what was left
             return ResolvedCheckpoint(reader, tuple(passed_over))
         reader.close()
         passed_over.append(f"{place.url} was left behind by a restore from {left.source}")
@@ -192,11 +192,12 @@ def _newest_first(
     store: CheckpointStore,
     restores: list[RecordedRestore],
     permit: Callable[[str], None] | None,
-) -> Iterator[CheckpointDirectory]:
-    """The checkpoints under a URL, with the sources of restores that lie elsewhere."""
+) -> Iterator[tuple[CheckpointDirectory, bool]]:
+    """The checkpoints under a URL, and True for the sources of restores that lie elsewhere."""
     places = [(number_of(name) or 0, 0, name) for name in store.names()]
     places += [(each.newest, 1, each.source) for each in restores if each.is_elsewhere]
     for _, is_elsewhere, place in sorted(places, reverse=True):
         if is_elsewhere and permit is not None:
             permit(place)
-        yield CheckpointDirectory(locate(place)) if is_elsewhere else store.named(place)
+        found = CheckpointDirectory(locate(place)) if is_elsewhere else store.named(place)
+        yield found, bool(is_elsewhere)

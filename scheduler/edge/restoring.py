@@ -99,10 +99,9 @@ def record(settings: ClusterSettings, url: str, newest: int) -> None:
     largest number; if that fails, log it. Blocking.
     """
     root, source = locate(settings.checkpoint_url), locate(url)
-    is_here = source.parent.url == root.url
     timelines = {settings.timeline, *lineage_of(settings), *settings.replaced_timelines}
     restore = RecordedRestore(
-        source.name if is_here else source.url, newest, frozenset(timelines), time.time()
+        root.own_name(source) or source.url, newest, frozenset(timelines), time.time()
     )
     try:
         record_restore(root, settings.cluster_id, restore)

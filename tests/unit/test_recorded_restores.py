@@ -95,6 +95,30 @@ def test_a_restore_from_elsewhere_is_gone_on_from(store: CheckpointStore, tmp_pa
         assert reader.manifest.number == newest.number
 
 
+@pytest.mark.parametrize("lineage", [(), (OTHER,)], ids=["a copy of its own", "where it began"])
+def test_a_source_elsewhere_may_be_of_the_run(
+    store: CheckpointStore, tmp_path: Path, lineage: tuple[bytes, ...]
+) -> None:
+    elsewhere = CheckpointStore(str(tmp_path / "elsewhere"))
+    for number in (1, 2, 3):
+        written(store, number, FIRST)
+    source = f"{elsewhere.url}/{written(elsewhere, 2, *lineage or (FIRST,)).directory}"
+    restored(store, source, 3, FIRST, *lineage)
+    assert taken(store) == source
+
+
+@pytest.mark.parametrize(
+    "form", ["{root}/../runs/{name}", "{root}/../link/{name}", "file://{root}/{name}"]
+)
+def test_a_source_beside_the_others_has_many_addresses(tmp_path: Path, form: str) -> None:
+    store = CheckpointStore(str(tmp_path / "runs"))
+    made = [written(store, number, FIRST).directory for number in (1, 2, 3)]
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    restored(store, form.format(root=store.url, name=made[1]), 3, FIRST)
+    assert taken(store) == f"{store.url}/{made[1]}"
+    assert [each.source for each in restores_in_force(store.location)] == [made[1]]
+
+
 def test_a_number_that_was_left_behind_does_not_count_as_kept(store: CheckpointStore) -> None:
     made = [written(store, number, FIRST).directory for number in (1, 2, 3, 4)]
     restored(store, f"{store.url}/{made[1]}", 4, FIRST)
