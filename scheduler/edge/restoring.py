@@ -61,8 +61,9 @@ def checkpoints_again_under(url: str, answers_within_s: float = ANSWERS_WITHIN_S
 
 
 def _is_unused(store: CheckpointStore) -> bool:
-    """True if no checkpoint was ever complete, and no cluster there was restored from elsewhere."""
-    return not store.has_complete() and not restores_in_force(store.location)
+    """True if no checkpoint is complete, and no cluster there was restored from elsewhere."""
+    restores = restores_in_force(store.location)
+    return not store.has_complete() and not any(each.is_elsewhere for each in restores)
 
 
 def restored_at_start(resume: str, checkpoint_url: str) -> Restored | None:

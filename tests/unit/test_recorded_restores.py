@@ -119,6 +119,14 @@ def test_a_source_beside_the_others_has_many_addresses(tmp_path: Path, form: str
     assert [each.source for each in restores_in_force(store.location)] == [made[1]]
 
 
+def test_auto_starts_empty_where_all_were_removed(store: CheckpointStore) -> None:
+    made = [written(store, number, FIRST).directory for number in (1, 2)]
+    restored(store, f"{store.url}/{made[0]}", 2, FIRST)
+    for name in made:
+        store.named(name).remove()
+    assert restored_at_start(AUTO, store.url) is None
+
+
 def test_a_number_that_was_left_behind_does_not_count_as_kept(store: CheckpointStore) -> None:
     made = [written(store, number, FIRST).directory for number in (1, 2, 3, 4)]
     restored(store, f"{store.url}/{made[1]}", 4, FIRST)
