@@ -3,7 +3,8 @@
 Rules:
     - A checkpoint newer than the oldest kept one is not removed, because it may be about to be
       written; nor is one that a kept one refers to.
-    - One that a restore has left behind counts for none to keep, and goes with those as old.
+    - One that a restore has left behind counts for none to keep, nor for one that has what these
+      lack, and goes with those as old.
     - A worker's state that all kept ones of its run lack stays, in the newest one that has it. If
       each of them lacks some worker's, the newest that lacks none stays as well.
     - The newest go first, so that a removal that breaks off leaves no dangling reference.
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import Manifest
-from ps_runtime.checkpoint.restores import restores_in_force
+from ps_runtime.checkpoint.restores import RecordedRestore, restores_in_force
 from ps_runtime.checkpoint.store import CheckpointStore
 
 
@@ -70,7 +71,7 @@ def prune(
         else:
             may_be_needed = there[: there.index(source) + 1]
             older = [name for name in older if name not in may_be_needed]
-    older = _with_what_is_lost(store, older, kept)
+    older = _with_what_is_lost(store, older, kept, restores)
     stay = {*kept, *(base for manifest in kept.values() for base in manifest.bases)}
     removed = [name for name in older if name not in stay]
     for name in reversed(removed):
@@ -79,23 +80,32 @@ def prune(
 
 
 def _with_what_is_lost(
-    store: CheckpointStore, older: list[str], kept: dict[str, Manifest]
+    store: CheckpointStore,
+    older: list[str],
+    kept: dict[str, Manifest],
+    restores: list[RecordedRestore],
 ) -> list[str]:
-    """Add to `kept` those of the `older` that have what these lack of workers. The result is the
-    `older` without one that may have it and cannot be opened, and without all that it may refer to.
+    """Add to `kept` those of the `older` that have what these lack of workers, and were not left by
+    `restores`. The result is the `older` without one that may have it and cannot be opened, and
+    without all that it may refer to.
     """
     if not any(manifest.lost_ranks for manifest in kept.values()):
         return older
+
+    def has_it(found: Manifest) -> bool:
+        is_left = any(each.leaves(found) for each in restores)
+        return not is_left and _has_what_is_lost(found, kept.values())
+
     for place in reversed(range(len(older))):
         if older[place] in kept:
             continue
         directory, found = store.named(older[place]), store.judged(older[place])
         if isinstance(found, Manifest):
-            if _has_what_is_lost(found, kept.values()):
+            if has_it(found):
                 kept[older[place]] = found
         elif directory.has_manifest():
             try:
-                may_have = _has_what_is_lost(directory.read_manifest(), kept.values())
+                may_have = has_it(directory.read_manifest())
             except InvalidCheckpoint:
                 may_have = True
             if may_have:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ps_core.errors import InvalidCheckpoint, NotPermitted
-from ps_core.manifest import Manifest
+from ps_core.manifest import Manifest, SavedWorker
 from ps_runtime.checkpoint.pruning import prune
 from ps_runtime.checkpoint.restores import (
     RecordedRestore,
@@ -34,9 +34,15 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
     return made
 
 
-def written(store: CheckpointStore, number: int, timeline: bytes) -> Manifest:
+def written(
+    store: CheckpointStore, number: int, *timelines: bytes, lost: tuple[int, ...] = ()
+) -> Manifest:
+    """A checkpoint of these timelines, the newest first, without the states of these ranks."""
     directory = store.directory(number, CLUSTER_ID)
-    told = replace(write_checkpoint(directory, number), timeline=timeline)
+    told = write_checkpoint(directory, number)
+    workers = [each for each in told.workers if not each.problem]
+    workers += [SavedWorker(rank, number, problem="gone") for rank in lost]
+    told = replace(told, timeline=timelines[0], lineage=timelines[1:], workers=tuple(workers))
     directory.write_manifest(told)
     return told
 
@@ -135,6 +141,15 @@ def test_a_number_that_was_left_behind_does_not_count_as_kept(store: CheckpointS
     assert prune(store, 2) == made[:1]
     assert prune(store, 1) == made[1:]
     assert store.names() == [newest]
+
+
+def test_a_lost_state_is_not_looked_for_in_what_was_left_behind(store: CheckpointStore) -> None:
+    """The source of the restore has it, too."""
+    made = [written(store, number, FIRST).directory for number in (1, 2, 3)]
+    restored(store, f"{store.url}/{made[0]}", 3, FIRST)
+    newest = written(store, 4, SECOND, FIRST, lost=(7,)).directory
+    assert prune(store, 1) == made[1:]
+    assert store.names() == [made[0], newest]
 
 
 def test_a_file_that_cannot_be_read_refuses_the_newest(tmp_path: Path) -> None:
