@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ps_core.errors import InvalidCheckpoint
@@ -36,13 +36,13 @@ class RecordedRestore:
         source: the checkpoint: its directory's name, or its URL if it lies elsewhere.
         newest: the largest number that the cluster had given.
         timelines: those of the run before.
-        at_s: seconds since 1970, for the order of restores with no checkpoint in between.
+        order: larger than that of every restore recorded before under the same URL.
     """
 
     source: str
     newest: int
     timelines: frozenset[bytes]
-    at_s: float
+    order: int = 0
 
     @property
     def number(self) -> int:
@@ -61,7 +61,7 @@ class RecordedRestore:
 def in_force(recorded: Iterable[RecordedRestore]) -> list[RecordedRestore]:
     """Those that are not void, newest first."""
     found: list[RecordedRestore] = []
-    for restore in sorted(recorded, key=lambda each: (each.newest, each.at_s), reverse=True):
+    for restore in sorted(recorded, key=lambda each: each.order, reverse=True):
         later = (each.number for each in found if each.timelines & restore.timelines)
         if restore.newest < min(later, default=math.inf):
             found.append(restore)
@@ -80,17 +80,21 @@ def restores_in_force(root: Location) -> list[RecordedRestore]:
 def record_restore(
     root: Location, cluster_id: str, restore: RecordedRestore, disk: Disk = DISK
 ) -> None:
-    """Write a restore of a cluster, durably; InvalidCheckpoint if that fails. Blocking."""
+    """Write a restore of a cluster, durably, as the newest one under the root; InvalidCheckpoint if
+    that fails. Blocking.
+    """
     place = CheckpointDirectory(root, disk)
     file = f"restores-{left_directory_name(cluster_id).partition('-')[2]}.json"
+    orders = (each.order for each in restores_in_force(root))
+    newest = replace(restore, order=1 + max(orders, default=0))
     kept = [
         {
             "source": each.source,
             "newest": each.newest,
             "timelines": sorted(timeline.hex() for timeline in each.timelines),
-            "at_s": each.at_s,
+            "order": each.order,
         }
-        for each in in_force([restore, *_read(place, file)])
+        for each in in_force([newest, *_read(place, file)])
     ]
     place.write_text(file, json.dumps({"format": _FORMAT, "version": _VERSION, "restores": kept}))
 
@@ -114,4 +118,4 @@ def _read(place: CheckpointDirectory, file: str) -> Sequence[RecordedRestore]:
 def _restore_of(fields: dict[str, Any]) -> RecordedRestore:
     timelines = frozenset(map(bytes.fromhex, fields["timelines"]))
     source, newest = str(fields["source"]), int(fields["newest"])
-    return RecordedRestore(source, newest, timelines - {b""}, float(fields["at_s"]))
+    return RecordedRestore(source, newest, timelines - {b""}, int(fields["order"]))

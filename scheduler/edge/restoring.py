@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from ps_core.consistency import Consistency, parsed
@@ -101,9 +100,8 @@ def record(settings: ClusterSettings, url: str, newest: int) -> None:
     """
     root, source = locate(settings.checkpoint_url), locate(url)
     timelines = {settings.timeline, *lineage_of(settings), *settings.replaced_timelines}
-    restore = RecordedRestore(
-        root.own_name(source) or source.url, newest, frozenset(timelines), time.time()
-    )
+    name = root.own_name(source) or source.url
+    restore = RecordedRestore(name, newest, frozenset(timelines))
     try:
         record_restore(root, settings.cluster_id, restore)
     except InvalidCheckpoint as error:

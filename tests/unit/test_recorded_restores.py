@@ -164,20 +164,28 @@ def test_a_file_that_cannot_be_read_refuses_the_newest(tmp_path: Path) -> None:
     resolve(f"{store.url}/{made.directory}").reader.close()
 
 
-def of(number: int, newest: int, *timelines: bytes, at_s: float = 0.0) -> RecordedRestore:
-    return RecordedRestore(f"{number:08d}-c", newest, frozenset(timelines), at_s)
+def of(order: int, number: int, newest: int, *timelines: bytes) -> RecordedRestore:
+    return RecordedRestore(f"{number:08d}-c", newest, frozenset(timelines), order)
 
 
 @pytest.mark.parametrize(
     ("recorded", "stay"),
     [
-        ([of(3, 5, FIRST), of(6, 8, SECOND, FIRST)], [1, 0]),
-        ([of(3, 5, FIRST), of(4, 7, SECOND, FIRST)], [1]),
-        ([of(3, 5, FIRST, at_s=1.0), of(5, 5, SECOND, FIRST, at_s=2.0)], [1]),
-        ([of(3, 5, FIRST, at_s=2.0), of(5, 5, SECOND, FIRST, at_s=1.0)], [0]),
-        ([of(2, 4, OTHER), of(1, 6, FIRST)], [1, 0]),
+        ([of(1, 3, 5, FIRST), of(2, 6, 8, SECOND, FIRST)], [1, 0]),
+        ([of(1, 3, 5, FIRST), of(2, 4, 7, SECOND, FIRST)], [1]),
+        ([of(1, 3, 5, FIRST), of(2, 5, 5, SECOND, FIRST)], [1]),
+        ([of(2, 3, 5, FIRST), of(1, 5, 5, SECOND, FIRST)], [0]),
+        ([of(1, 3, 5, FIRST), of(2, 3, 4, SECOND, FIRST)], [1]),
+        ([of(1, 2, 4, OTHER), of(2, 1, 6, FIRST)], [1, 0]),
     ],
-    ids=["of its branch", "to one that was left", "the same newest", "and back", "another run"],
+    ids=[
+        "of its branch",
+        "to one that was left",
+        "the same newest",
+        "and back",
+        "where the newest were removed",
+        "another run",
+    ],
 )
 def test_a_later_restore_may_make_an_earlier_one_void(
     recorded: list[RecordedRestore], stay: list[int]
@@ -187,5 +195,14 @@ def test_a_later_restore_may_make_an_earlier_one_void(
 
 def test_what_is_void_is_dropped(store: CheckpointStore) -> None:
     for newest in range(3, 9):
-        record_restore(store.location, CLUSTER_ID, of(3, newest, FIRST))
-    assert restores_in_force(store.location) == [of(3, 8, FIRST)]
+        record_restore(store.location, CLUSTER_ID, of(0, 3, newest, FIRST))
+    assert restores_in_force(store.location) == [of(6, 3, 8, FIRST)]
+
+
+def test_the_later_of_two_restores_counts_whatever_the_clock(store: CheckpointStore) -> None:
+    """Another cluster went on from the run, and made no checkpoint before it went back, too."""
+    record_restore(store.location, "c-1", of(0, 2, 4, FIRST))
+    record_restore(store.location, "c-2", of(0, 1, 4, SECOND, FIRST))
+    assert [each.number for each in restores_in_force(store.location)] == [1]
+    record_restore(store.location, "c-1", of(0, 3, 4, THIRD, SECOND, FIRST))
+    assert [each.number for each in restores_in_force(store.location)] == [3]
