@@ -129,10 +129,16 @@ class CheckpointStore:
 
     def _advice(self) -> str:
         try:
-            good = self.newest_good()
-        except InvalidCheckpoint:
-            return f"{self.url} cannot be listed"
-        return f"no good one is under {self.url}" if good is None else f"{good.url} is good"
+            restores = restores_in_force(self.location)
+            there = self.manifests() if restores else {}
+            left = [name for name in there if any(each.leaves(there[name]) for each in restores)]
+            good = self.newest_good(left)
+        except InvalidCheckpoint as error:
+            return error.message
+        if good is not None:
+            return f"{good.url} is good"
+        but = " but for what a restore has left behind" if left else ""
+        return f"no good one is under {self.url}{but}"
 
 
 def newest_of_runs(

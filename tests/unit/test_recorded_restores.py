@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ps_core.errors import InvalidCheckpoint, NotPermitted
-from ps_core.manifest import Manifest, SavedWorker
+from ps_core.manifest import MANIFEST_FILE, Manifest, SavedWorker
 from ps_runtime.checkpoint.pruning import prune
 from ps_runtime.checkpoint.restores import (
     RecordedRestore,
@@ -141,6 +141,18 @@ def test_a_number_that_was_left_behind_does_not_count_as_kept(store: CheckpointS
     assert prune(store, 2) == made[:1]
     assert prune(store, 1) == made[1:]
     assert store.names() == [newest]
+
+
+def test_what_was_left_behind_is_no_remedy_for_a_bad_one(store: CheckpointStore) -> None:
+    made = [written(store, number, FIRST).directory for number in (1, 2, 3, 4)]
+    restored(store, f"{store.url}/{made[1]}", 4, FIRST)
+    bad = store.location.child(made[1]).child(MANIFEST_FILE)
+    bad.filesystem.rm_file(bad.path)
+    with pytest.raises(InvalidCheckpoint, match=f"was not completed.*; .*{made[0]} is good"):
+        resolve(f"{store.url}/{made[1]}")
+    store.named(made[0]).remove()
+    with pytest.raises(InvalidCheckpoint, match=r"no good one is under .* but for what a restore"):
+        resolve(f"{store.url}/{made[1]}")
 
 
 def test_a_lost_state_is_not_looked_for_in_what_was_left_behind(store: CheckpointStore) -> None:
