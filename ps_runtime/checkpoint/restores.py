@@ -4,8 +4,8 @@ Rules:
     - A restore takes a run back to its source, and leaves behind what the run has made since: all
       checkpoints of its timelines with larger numbers, up to the newest at the restore.
     - A restore that was made of what a later one has left behind is void.
-    - A scheduler records a restore before it carries it out. If it does not come to that, the next
-      checkpoint of the cluster has a number that the record does not cover.
+    - A scheduler records a restore when it is durable, and before it is answered; if it ends in
+      between, another does that goes on from its journal.
     - Each cluster has a file of its own. The records that are void are dropped from it.
 """
 
@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ps_core.errors import InvalidCheckpoint
@@ -42,7 +42,7 @@ class RecordedRestore:
     source: str
     newest: int
     timelines: frozenset[bytes]
-    order: int = 0
+    order: int = field(default=0, compare=False)
 
     @property
     def number(self) -> int:
@@ -80,11 +80,14 @@ def restores_in_force(root: Location) -> list[RecordedRestore]:
 def record_restore(
     root: Location, cluster_id: str, restore: RecordedRestore, disk: Disk = DISK
 ) -> None:
-    """Write a restore of a cluster, durably, as the newest one under the root; InvalidCheckpoint if
-    that fails. Blocking.
+    """Write a restore of a cluster, durably, as the newest one under the root, unless it is there;
+    InvalidCheckpoint if that fails. Blocking.
     """
     place = CheckpointDirectory(root, disk)
     file = f"restores-{left_directory_name(cluster_id).partition('-')[2]}.json"
+    recorded = _read(place, file)
+    if restore in recorded:
+        return
     orders = (each.order for each in restores_in_force(root))
     newest = replace(restore, order=1 + max(orders, default=0))
     kept = [
@@ -94,7 +97,7 @@ def record_restore(
             "timelines": sorted(timeline.hex() for timeline in each.timelines),
             "order": each.order,
         }
-        for each in in_force([newest, *_read(place, file)])
+        for each in in_force([newest, *recorded])
     ]
     place.write_text(file, json.dumps({"format": _FORMAT, "version": _VERSION, "restores": kept}))
 

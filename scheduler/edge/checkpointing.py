@@ -99,7 +99,8 @@ class Checkpointing:
     publishes a decision of the machine.
 
     Attributes:
-        pruning: held while checkpoints are pruned, and by a restore from its choice to `end`.
+        pruning: held while checkpoints are pruned, by a restore from its choice to `end`, and while
+            one is recorded.
         schedule: when one is due.
     """
 
@@ -129,6 +130,7 @@ class Checkpointing:
         self._tasks: set[asyncio.Task[None]] = set()
         self._looks: set[asyncio.Task[None]] = set()  # for files of workers that leave
         self._saved_beside_log: set[NodeId] = set()
+        self._recording: asyncio.Task[None] | None = None
         self._is_over = False
         self._closing = asyncio.Event()
         self.pruning = asyncio.Lock()
@@ -192,28 +194,35 @@ class Checkpointing:
 
     async def restored_from(self, url: str, roots: Sequence[str]) -> Restored:
         """The checkpoint that the cluster is about to be restored from, at a URL within `roots`, or
-        empty: under the cluster's own. It is recorded where the next start looks for the newest
-        one; a place that cannot be written is logged.
+        empty: under the cluster's own.
 
         Raises:
             NotPermitted: it lies in none of the roots.
             InvalidCheckpoint: there is no good one.
         """
-        settings = self._cluster.settings
 
         def permit(source: str) -> None:
             check_root(source, roots)
 
-        url = url or settings.checkpoint_url
+        url = url or self._cluster.settings.checkpoint_url
         if url:
             permit(url)
-        restored = await asyncio.to_thread(restored_from, url, permit)
-        recorded, newest = -1, self._cluster.checkpoints.newest_number
-        while settings.checkpoint_url and recorded < newest:  # another one was begun meanwhile
-            recorded = newest
-            await asyncio.to_thread(record, settings, restored.url, newest)
-            newest = self._cluster.checkpoints.newest_number
-        return restored
+        return await asyncio.to_thread(restored_from, url, permit)
+
+    def served(self) -> None:
+        """The cluster is durable, so no later start goes on from the one before it: record the
+        restore that began it, where the next start looks for the newest checkpoint. Idempotent.
+        """
+        if self._recording is None and self._cluster.settings.left_timelines:
+            self._recording = self._start(self._record())
+
+    async def _record(self) -> None:
+        async with self.pruning:  # which goes by what is recorded
+            await asyncio.to_thread(record, self._cluster.settings)
+
+    async def until_recorded(self) -> None:
+        if self._recording is not None:
+            await asyncio.wait((self._recording,))
 
     # --- parts
 

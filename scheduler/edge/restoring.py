@@ -94,17 +94,20 @@ def lineage_of(settings: ClusterSettings) -> tuple[bytes, ...]:
     return () if settings.restored is None else settings.restored.lineage
 
 
-def record(settings: ClusterSettings, url: str, newest: int) -> None:
-    """Record a restore of a cluster from a URL beside its checkpoints, of which `newest` is the
-    largest number; if that fails, log it. Blocking.
+def record(settings: ClusterSettings) -> None:
+    """Record the restore in place that began a cluster, if one did, beside its checkpoints; if that
+    fails, log it. Blocking.
     """
-    root, source = locate(settings.checkpoint_url), locate(url)
-    timelines = {settings.timeline, *lineage_of(settings), *settings.replaced_timelines}
+    restored, left = settings.restored, settings.left_timelines
+    if restored is None or not left or not settings.checkpoint_url:
+        return
+    root, source = locate(settings.checkpoint_url), locate(restored.url)
     name = root.own_name(source) or source.url
-    restore = RecordedRestore(name, newest, frozenset(timelines))
     try:
+        restore = RecordedRestore(name, settings.checkpoint_count, left)
         record_restore(root, settings.cluster_id, restore)
     except InvalidCheckpoint as error:
+        url = restored.url
         logs.warning(
             "restore_not_recorded",
             reason=error.message,

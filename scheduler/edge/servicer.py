@@ -417,6 +417,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 self._publication.cluster_replaced()
                 given_up = self.checkpointing.end()
                 self._begin(Decision(Cluster(settings, clock.now_s())), given_up)
+            checkpointing = self.checkpointing
+            await self._publication.flushed()
+            await checkpointing.until_recorded()
         if restored is None:
             logs.warning("cluster_begun_anew", clock_before=clock_before)
             return pb.RestoreCheckpointResponse()
@@ -643,6 +646,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if cluster is not self._cluster:  # it was replaced; the new one is published next
             return
         self._served, self._view = cluster, view
+        self.checkpointing.served()
         for transition in transitions:
             log_transition(transition)
             if isinstance(transition, RangesFailedOver):

@@ -125,11 +125,6 @@ class CheckpointAttempts:
         return Checkpoint(attempt.number, attempt.url, attempt.is_cut, attempt.base)
 
     @property
-    def newest_number(self) -> int:
-        """The largest number that was given."""
-        return self._state.checkpoint_count
-
-    @property
     def has_left_parts(self) -> bool:
         """True if there are files of workers that have left."""
         return any(each.part.file for each in self._state.left_parts.values())

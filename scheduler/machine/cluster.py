@@ -158,7 +158,9 @@ class Cluster:
         it has the same identity, and never gives a number that this one gave. With replicas it
         waits for no server that this one went on without.
         """
-        servers = self.settings.servers_at_restore
+        own = self.settings
+        lineage = () if own.restored is None else own.restored.lineage
+        servers = own.servers_at_restore
         if self.settings.replica_count > 1 and self._state.has_formed:
             alive = (n.state is NodeState.ALIVE for n in self._state.nodes_of(Role.SERVER))
             servers = min(max(1, sum(alive)), self.settings.server_count)
@@ -171,7 +173,8 @@ class Cluster:
             first_incarnation=self._state.next_incarnation,
             first_node_id=self._state.next_node_id,
             checkpoint_count=self._state.checkpoint_count,
-            replaced_timelines=self.settings.replaced_timelines | {self.settings.timeline},
+            replaced_timelines=own.replaced_timelines | {own.timeline},
+            left_timelines=own.left_timelines | {own.timeline, *lineage},
         )
 
     def finish(self) -> Decision[None]:

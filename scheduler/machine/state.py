@@ -85,6 +85,8 @@ class ClusterSettings:
             servers that were alive then: tables wait for as many. 0: they wait for `server_count`.
         replaced_timelines: timelines that a restore of this cluster replaced; their nodes drop
             their values and register again.
+        left_timelines: if a restore in place began the cluster, those that it had been in before,
+            with all that these went on from.
     """
 
     cluster_id: str
@@ -110,6 +112,7 @@ class ClusterSettings:
     first_node_id: int = 1
     servers_at_restore: int = 0
     replaced_timelines: frozenset[bytes] = frozenset()
+    left_timelines: frozenset[bytes] = frozenset()
 
     def __post_init__(self) -> None:
         _require(bool(self.cluster_id), "cluster_id is empty; expected a random name")

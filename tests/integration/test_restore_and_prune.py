@@ -12,16 +12,21 @@ import pytest
 
 from ps_core.errors import InvalidCheckpoint
 from ps_core.manifest import MANIFEST_FILE
+from ps_runtime.checkpoint.restores import restores_in_force
 from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.cluster.registration import operator_session
 from ps_runtime.grpc import channels
 from pushpull.v1 import scheduler_pb2
+from scheduler.edge.publication import JournalWriter
 from scheduler.edge.restoring import AUTO, restored_at_start
 from scheduler.machine.checkpoint_schedule import CheckpointPolicy
 from scheduler.machine.checkpoint_state import CheckpointWritten
-from scheduler.machine.cluster import Decision
-from tests.integration.scheduler_calls import DEADLINE_S, cluster_of, refused, serving
+from scheduler.machine.cluster import Cluster, Decision
+from scheduler.machine.state import Restored
+from tests.integration.held_store import HeldStore
+from tests.integration.scheduler_calls import DEADLINE_S, Running, cluster_of, refused, serving
 from tests.unit.checkpoint_files import CLUSTER_ID, attempt_at, write_checkpoint
+from tests.unit.cluster_harness import Harness
 from tests.unit.reluctant_store import Gate, reluctant_store
 
 
@@ -65,29 +70,87 @@ def test_one_that_is_being_removed_is_not_restored(reluctant: CheckpointStore) -
     channels.run(live())
 
 
-def test_a_cluster_that_ends_after_a_restore_goes_on_from_what_it_was_restored_to(
-    tmp_path: Path,
-) -> None:
-    """Before its next checkpoint, and by --resume auto."""
-    store, timeline = CheckpointStore(str(tmp_path)), b"t" * 16
-    names = []
+def made_by(store: CheckpointStore, timeline: bytes) -> tuple[list[str], Cluster]:
+    """The URLs of three checkpoints, and the cluster that has written them."""
+    urls = []
     for number in (1, 2, 3):
         directory = store.directory(number, CLUSTER_ID)
         told = replace(write_checkpoint(directory, number), timeline=timeline)
         directory.write_manifest(told)
-        names.append(told.directory)
-    cluster = cluster_of(
-        checkpoint_url=store.url, cluster_id=CLUSTER_ID, timeline=timeline, checkpoint_count=3
-    )
+        urls.append(directory.url)
+    own = {"checkpoint_url": store.url, "cluster_id": CLUSTER_ID, "timeline": timeline}
+    return urls, cluster_of(checkpoint_count=3, **own)
+
+
+def auto(store: CheckpointStore) -> str:
+    found = restored_at_start(AUTO, store.url)
+    assert found is not None
+    return found.url
+
+
+async def restore(scheduler: Running, url: str) -> None:
+    session = await operator_session(scheduler.stub, DEADLINE_S)
+    request = scheduler_pb2.RestoreCheckpointRequest(session=session, url=url)
+    await scheduler.stub.RestoreCheckpoint(request, timeout=DEADLINE_S)
+
+
+def test_a_cluster_that_ends_after_a_restore_goes_on_from_what_it_was_restored_to(
+    tmp_path: Path,
+) -> None:
+    """Before its next checkpoint, and by --resume auto."""
+    store = CheckpointStore(str(tmp_path))
+    urls, cluster = made_by(store, b"t" * 16)
 
     async def live() -> None:
         async with serving(Decision(cluster)) as scheduler:
-            session = await operator_session(scheduler.stub, DEADLINE_S)
-            url = f"{store.url}/{names[0]}"
-            request = scheduler_pb2.RestoreCheckpointRequest(session=session, url=url)
-            await scheduler.stub.RestoreCheckpoint(request, timeout=DEADLINE_S)
+            await restore(scheduler, urls[0])
+            assert auto(store) == urls[0]
 
     channels.run(live())
-    found = restored_at_start(AUTO, store.url)
-    assert found is not None
-    assert found.url == f"{store.url}/{names[0]}"
+
+
+def test_a_restore_that_the_journal_lacks_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The scheduler goes on from its journal in the timeline before it."""
+    store = CheckpointStore(str(tmp_path / "runs"))
+    urls, cluster = made_by(store, b"t" * 16)
+
+    async def live() -> None:
+        journal = HeldStore(tmp_path / "journal")
+        journal.claim()
+        async with serving(Decision(cluster), JournalWriter(journal)) as scheduler:
+            journal.may_write.clear()
+            restoring = asyncio.create_task(restore(scheduler, urls[0]))
+            await asyncio.to_thread(journal.waits.wait, DEADLINE_S)
+            assert auto(store) == urls[2]
+            journal.may_write.set()
+            await restoring
+            assert auto(store) == urls[0]
+
+    channels.run(live())
+
+
+def test_a_restore_that_is_in_the_journal_alone_is_recorded_at_the_next_start(
+    tmp_path: Path,
+) -> None:
+    """Of checkpoints that others had made, too, whose runs the cluster went on from."""
+    store = CheckpointStore(str(tmp_path))
+    urls, before = made_by(store, b"t" * 16)
+    third = Restored(urls[2], {}, lineage=(b"t" * 16, b"s" * 16))
+    own = {"checkpoint_url": store.url, "cluster_id": CLUSTER_ID, "restored": third}
+    before = cluster_of(checkpoint_count=3, **own)
+    first = Restored(urls[0], {}, lineage=(b"s" * 16,))
+    settings = before.in_new_timeline(first, b"n" * 16, b"k" * 32)
+    harness = Harness()
+    harness.cluster = Cluster(settings, 100.0)
+    harness.start_again()
+    assert auto(store) == urls[2]
+
+    async def live() -> None:
+        for _ in range(2):
+            async with serving(Decision(harness.cluster)) as scheduler:
+                await scheduler.servicer.checkpointing.until_recorded()
+                assert auto(store) == urls[0]
+        (restore,) = restores_in_force(store.location)
+        assert restore.order == 1
+
+    channels.run(live())

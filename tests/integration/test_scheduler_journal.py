@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -24,6 +23,7 @@ from scheduler.edge.publication import JournalWriter
 from scheduler.edge.sqlite_store import SqliteStore
 from scheduler.journal import records
 from scheduler.machine.cluster import Cluster, Decision
+from tests.integration.held_store import HeldStore
 from tests.integration.scheduler_calls import DEADLINE_S, SPEC, cluster_of, refused, serving
 
 
@@ -115,21 +115,6 @@ async def until(holds: Callable[[], bool]) -> None:
         is_next = asyncio.Event()
         asyncio.get_running_loop().call_soon(is_next.set)
         await is_next.wait()
-
-
-class HeldStore(SqliteStore):
-    """Whose writes wait until `may_write` is set; `waits` is set when one does."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self.may_write, self.waits = threading.Event(), threading.Event()
-        self.may_write.set()
-
-    def write(self, records: Mapping[str, bytes], removed: Iterable[str] = ()) -> None:
-        if not self.may_write.is_set():
-            self.waits.set()
-        assert self.may_write.wait(DEADLINE_S)
-        super().write(records, removed)
 
 
 def test_a_heartbeat_that_a_restore_overtakes_says_nothing_of_the_new_timeline(

@@ -51,7 +51,8 @@ def restored(store: CheckpointStore, source: str, newest: int, *timelines: bytes
     """A cluster whose timelines were these goes back, when it had made `newest` checkpoints."""
     before = Restored("before", {}, lineage=timelines[1:])
     own = {"checkpoint_url": store.url, "timeline": timelines[0], "restored": before}
-    record(Harness(cluster_id=CLUSTER_ID, **own).cluster.settings, source, newest)
+    cluster = Harness(cluster_id=CLUSTER_ID, checkpoint_count=newest, **own).cluster
+    record(cluster.in_new_timeline(Restored(source, {}), b"n" * 16, b"k" * 32))
 
 
 def taken(store: CheckpointStore) -> str:
