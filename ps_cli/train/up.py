@@ -79,8 +79,8 @@ async def _all_served(launcher: Launcher, names: set[str]) -> None:
         for process in (newest[name] for name in tuple(names)):
             if launcher.ready_file(process.command).exists():
                 names.discard(process.name)
-            elif process.is_overdue:
-                await asyncio.to_thread(launcher.wait_ready, process, 0.0)
+            else:
+                process.check_in_time()
         await asyncio.sleep(_POLL_S)
 
 

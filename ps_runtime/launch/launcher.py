@@ -214,11 +214,16 @@ class RoleProcess:
         """True if it runs, and has written its addresses."""
         return self.exit is None and self._ready_file.exists()
 
-    @property
-    def is_overdue(self) -> bool:
-        """True if it runs, and should have served long ago."""
-        is_late = time.monotonic() - self._began_s > READY_DEADLINE_S
-        return is_late and self.exit is None and not self._ready_file.exists()
+    def check_in_time(self, deadline_s: float = READY_DEADLINE_S) -> None:
+        """Raise WaitExpired if it runs, and has not served within `deadline_s` of its start."""
+        is_late = time.monotonic() - self._began_s > deadline_s
+        if is_late and self.exit is None and not self._ready_file.exists():
+            raise self.not_served(deadline_s)
+
+    def not_served(self, within_s: float) -> WaitExpired:
+        """The error of a wait for it, with its last lines."""
+        lines = "\n".join(self.recent_lines)
+        return WaitExpired(f"{self.name} did not serve within {within_s:g} s\n{lines}")
 
     def wait(self, timeout_s: float) -> RoleExit | None:
         """Wait for its end, up to `timeout_s`; None if it still runs then."""
@@ -393,8 +398,7 @@ class Launcher:
             if role_exit is not None:
                 raise Recovering(describe_exit(role_exit, "before it served"))
             if time.monotonic() >= give_up_s:
-                lines = "\n".join(process.recent_lines)
-                raise WaitExpired(f"{process.name} did not serve within {deadline_s:g} s\n{lines}")
+                raise process.not_served(deadline_s)
             poll_s = min(poll_s * 2, _MAX_POLL_S)
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:

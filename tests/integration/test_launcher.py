@@ -145,6 +145,20 @@ def test_waiting_for_a_role_that_never_serves_ends(launcher: Launcher, role: Rol
         launcher.wait_ready(process, deadline_s=0.2)
 
 
+def test_a_role_that_has_ended_is_not_late(
+    launcher: Launcher, role: Role, exits: queue.SimpleQueue[RoleExit]
+) -> None:
+    """It may be started again; one that runs says how long it has had."""
+    process = launcher.start(role("server", "import signal\nsignal.pause()\n"))
+    process.check_in_time()
+    process.wait(0.02)
+    with pytest.raises(WaitExpired, match=r"server 0 did not serve within 0\.01 s"):
+        process.check_in_time(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    exits.get(timeout=START_DEADLINE_S)
+    process.check_in_time(0.01)
+
+
 def test_stop_ends_workers_before_servers_before_the_scheduler(
     launcher: Launcher, role: Role, exits: queue.SimpleQueue[RoleExit]
 ) -> None:
