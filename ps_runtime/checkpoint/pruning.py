@@ -27,18 +27,18 @@ from ps_runtime.checkpoint.store import CheckpointStore
 
 
 class RunTimelines(NamedTuple):
-    """The present timeline of a run with those that it goes on from, and those that a restore of
-    its cluster has replaced.
+    """The present timeline of a run with those that it goes on from, and those that it was in
+    before a restore of its cluster.
     """
 
     own: Collection[bytes]
-    replaced: Collection[bytes] = ()
+    left: Collection[bytes] = ()
 
     def have(self, manifest: Manifest) -> bool:
-        """A replaced timeline is the run's if it begins where the run has been: not if the cluster
-        began anew in between.
+        """A timeline that was left is the run's if it begins where the run has been: not if the
+        cluster began anew in between.
         """
-        is_branch = manifest.timeline in self.replaced and not manifest.run.isdisjoint(self.own)
+        is_branch = manifest.timeline in self.left and not manifest.run.isdisjoint(self.own)
         return manifest.timeline in self.own or is_branch
 
 

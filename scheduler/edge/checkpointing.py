@@ -55,7 +55,7 @@ from ps_core.manifest import (
 from ps_core.tables.elements import Initializer, InitializerKind
 from ps_core.tables.table import Table
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
-from ps_runtime.checkpoint.pruning import RunTimelines, prune
+from ps_runtime.checkpoint.pruning import prune
 from ps_runtime.checkpoint.references import check_files
 from ps_runtime.checkpoint.roots import check_root
 from ps_runtime.checkpoint.store import CheckpointStore
@@ -65,7 +65,7 @@ from ps_runtime.observe import logs
 from ps_runtime.observe.metrics import SchedulerMetrics
 from ps_runtime.system import clock
 from pushpull.v1 import scheduler_pb2
-from scheduler.edge.restoring import lineage_of, record, restored_from
+from scheduler.edge.restoring import lineage_of, record, restored_from, run_of
 from scheduler.machine.checkpoint_schedule import RETRY_S, CheckpointPolicy, CheckpointSchedule
 from scheduler.machine.checkpoint_state import (
     Attempt,
@@ -519,8 +519,7 @@ class Checkpointing:
     async def _prune(self) -> None:
         url, keep = self._cluster.settings.checkpoint_url, self._keep
         settings = self._cluster.settings
-        own = {settings.timeline, *lineage_of(settings)}
-        run = RunTimelines(own, settings.replaced_timelines)
+        run = run_of(settings)
         source = "" if settings.restored is None else settings.restored.url.rpartition("/")[2]
         try:
             async with self.pruning:

@@ -9,6 +9,7 @@ from ps_core.consistency import Consistency, parsed
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import MAX_LINEAGE_COUNT, Imported, SavedTable
 from ps_runtime.checkpoint.directory import locate
+from ps_runtime.checkpoint.pruning import RunTimelines
 from ps_runtime.checkpoint.restores import RecordedRestore, record_restore, restores_in_force
 from ps_runtime.checkpoint.store import CheckpointStore, newest_of_runs, resolve
 from ps_runtime.observe import logs
@@ -92,6 +93,11 @@ def restored_at_start(resume: str, checkpoint_url: str) -> Restored | None:
 def lineage_of(settings: ClusterSettings) -> tuple[bytes, ...]:
     """Earlier timelines that the cluster continues, newest first."""
     return () if settings.restored is None else settings.restored.lineage
+
+
+def run_of(settings: ClusterSettings) -> RunTimelines:
+    """The timelines of the cluster's run."""
+    return RunTimelines({settings.timeline, *lineage_of(settings)}, settings.left_timelines)
 
 
 def record(settings: ClusterSettings) -> None:

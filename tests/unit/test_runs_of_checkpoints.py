@@ -16,8 +16,10 @@ from ps_core.manifest import MANIFEST_FILE, Manifest
 from ps_runtime.checkpoint.pruning import RunTimelines, prune
 from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.launch.cluster_shape import CheckpointPlan
-from scheduler.edge.restoring import AUTO, restored_at_start
+from scheduler.edge.restoring import AUTO, restored_at_start, run_of
+from scheduler.machine.state import Restored
 from tests.unit.checkpoint_files import CLUSTER_ID, write_checkpoint
+from tests.unit.cluster_harness import Harness
 
 FIRST, SECOND, THIRD = b"1" * 16, b"2" * 16, b"3" * 16
 """Timelines of three clusters."""
@@ -70,6 +72,18 @@ def test_a_branch_that_a_restore_has_left_behind_is_the_runs_own(store: Checkpoi
     assert prune(store, 1, run, source.directory) == [each.directory for each in left]
     stay = before, source, elsewhere, newest
     assert store.names() == [each.directory for each in stay]
+
+
+def test_so_is_a_branch_that_earlier_clusters_had_made(store: CheckpointStore) -> None:
+    """Which the cluster went on from, and which the restore took it back behind."""
+    source = written(store, 1, FIRST)
+    left = written(store, 2, SECOND, FIRST)
+    written(store, 3, b"5" * 16, FIRST)
+    own = Restored(left.directory, {}, lineage=(SECOND, FIRST))
+    cluster = Harness(timeline=b"4" * 16, restored=own).cluster
+    back = Restored(source.directory, {}, lineage=(FIRST,))
+    settings = cluster.in_new_timeline(back, b"5" * 16, b"k" * 32)
+    assert prune(store, 1, run_of(settings), source.directory) == [left.directory]
 
 
 def test_one_that_was_given_up_goes_with_its_cluster(store: CheckpointStore) -> None:
