@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import Manifest
-from ps_runtime.checkpoint.restores import RecordedRestore, restores_in_force
+from ps_runtime.checkpoint.restores import RecordedRestore, is_left, restores_in_force
 from ps_runtime.checkpoint.store import CheckpointStore
 
 
@@ -59,7 +59,7 @@ def prune(
     restores = restores_in_force(store.location)
     for name in reversed(names):
         found = store.judged(name) if len(kept) < keep else None
-        if isinstance(found, Manifest) and not any(each.leaves(found) for each in restores):
+        if isinstance(found, Manifest) and not is_left(found, restores):
             kept[name] = found
     if not kept:
         return []
@@ -93,8 +93,7 @@ def _with_what_is_lost(
         return older
 
     def has_it(found: Manifest) -> bool:
-        is_left = any(each.leaves(found) for each in restores)
-        return not is_left and _has_what_is_lost(found, kept.values())
+        return not is_left(found, restores) and _has_what_is_lost(found, kept.values())
 
     for place in reversed(range(len(older))):
         if older[place] in kept:

@@ -68,6 +68,11 @@ def in_force(recorded: Iterable[RecordedRestore]) -> list[RecordedRestore]:
     return found
 
 
+def is_left(manifest: Manifest, restores: Iterable[RecordedRestore]) -> bool:
+    """True if one of the restores has left a checkpoint behind."""
+    return any(each.leaves(manifest) for each in restores)
+
+
 def restores_in_force(root: Location) -> list[RecordedRestore]:
     """The restores of all clusters under a root, newest first; InvalidCheckpoint if some cannot be
     read. Blocking.

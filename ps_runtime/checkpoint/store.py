@@ -22,7 +22,7 @@ from ps_core.errors import InvalidCheckpoint
 from ps_core.manifest import Manifest, directory_name, number_of
 from ps_runtime.checkpoint.directory import CheckpointDirectory, Location, locate
 from ps_runtime.checkpoint.reader import CheckpointReader
-from ps_runtime.checkpoint.restores import RecordedRestore, restores_in_force
+from ps_runtime.checkpoint.restores import RecordedRestore, is_left, restores_in_force
 from ps_runtime.system.disk import DISK, Disk
 
 _TRIED_PREFIX = ".writable-"
@@ -131,7 +131,7 @@ class CheckpointStore:
         try:
             restores = restores_in_force(self.location)
             there = self.manifests() if restores else {}
-            left = [name for name in there if any(each.leaves(there[name]) for each in restores)]
+            left = [name for name in there if is_left(there[name], restores)]
             good = self.newest_good(left)
         except InvalidCheckpoint as error:
             return error.message
