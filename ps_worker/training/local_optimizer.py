@@ -23,7 +23,8 @@ from ps_worker.spec.optimizers import NAMESAKES, Add, Aggregate, Outer, ServerOp
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.inner_steps import InnerSteps
 from ps_worker.steps.setting_by_clock import SettingByClock
-from ps_worker.steps.steps import TableHandle
+from ps_worker.steps.steps import PushTicket, StepResult, TableHandle
+from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.tables.trained_table import TrainedTable
 
 
@@ -204,6 +205,8 @@ class OuterSteps:
         self._outer = outer
         self._tables = tables
         self.inner = InnerSteps(1 if outer is None else outer.steps_per_clock)
+        self._failed: Mapping[TrainedTable, PushTicket] = {}
+        self._was_skipped = False  # the one that failed
 
     def choose(self, clock: int, *, is_whole: bool = False) -> None:
         """Choose the blocks of the outer step after `clock`; all, if it `is_whole`."""
@@ -218,16 +221,45 @@ class OuterSteps:
     def sealed(self) -> None:
         """The outer step is sealed. Where only a fragment is, the parameters stay moved."""
         self.inner.taken = 0
-        self.inner.has_kept = any(table.moves.fragment is not None for table in self._tables)
+        self.inner.has_kept = self._has_fragments
 
-    def failed(self) -> None:
-        """The outer step has ended with an error: what inner steps have moved stays, and is part of
-        the next one, as are those that come before it.
+    @property
+    def _has_fragments(self) -> bool:
+        return any(table.moves.fragment is not None for table in self._tables)
+
+    def take(
+        self, table: TrainedTable, result: StepResult | None, *, is_again: bool = False
+    ) -> None:
+        """As `TrainedTable.take_result`; the next step has what the servers did not take."""
+        self.inner.has_kept |= table.take_result(result, is_again=is_again)
+
+    def failed(self, tickets: Mapping[TrainedTable, PushTicket], *, is_skipped: bool) -> None:
+        """The outer step has ended with an error. The parameters stay moved until `take_failed`,
+        since some of its tickets and pulls may still end.
         """
         if self._outer is not None:
             self.inner.has_kept = True
-            for table in self._tables:
-                table.forget_left()
+            self._failed, self._was_skipped = tickets, is_skipped
+
+    def take_failed(self) -> None:
+        """Wait for all of an outer step that ended with an error, and take it over: the next step
+        has the moves of tables that were refused. Raises as `TrainedTable.finish`.
+        """
+        if not self._failed:
+            return
+        for table in self._failed:
+            table.finish_failed()
+        with uninterrupted():
+            self.inner.has_kept = self._has_fragments
+            for table, ticket in self._failed.items():
+                if self._was_skipped:
+                    table.write_parameters()
+                else:
+                    is_refused = ticket.future.exception() is not None
+                    self.take(table, None if is_refused else ticket.future.result())
+            self._failed = {}
+            if not self.is_overlapped:
+                self.merge()
 
     @property
     def is_overlapped(self) -> bool:

@@ -351,6 +351,7 @@ class TrainedModel:
         """As `end_step`, also of an outer step that is on its way; its values wait for a merge."""
         if self._sealed is not None:
             self.results = self._end(self._sealed)
+        self.outer_steps.take_failed()
 
     def tell(self) -> None:
         """InvalidTensor if a step was refused, and no call has said so."""
@@ -714,7 +715,7 @@ class TrainedModel:
                 for buffers in self.buffers:
                     buffers.left()
                 if self._sealed is None and not (sealed.is_taken_over or sealed.is_edit):
-                    self.outer_steps.failed()
+                    self.outer_steps.failed(sealed.tickets, is_skipped=sealed.is_skipped)
             raise
         with uninterrupted():
             self._sealed = None
@@ -774,8 +775,7 @@ class TrainedModel:
                 table.write_parameters(() if is_taken else sealed.edited.get(table, ()))
             else:
                 result = None if sealed.refused else sealed.tickets[table].future.result()
-                kept = table.take_result(result, is_again=sealed.is_taken_over)
-                self.inner_steps.has_kept |= kept
+                self.outer_steps.take(table, result, is_again=sealed.is_taken_over)
         if not self.outer_steps.is_overlapped:
             self.outer_steps.merge()
         if self.own is not None and not sealed.is_taken_over:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ps_worker as ps
 from tests.integration.lane_cluster import lane_cluster, until
@@ -109,6 +110,48 @@ def test_a_worker_killed_between_outer_steps_is_replaced() -> None:
             target.append(trainer.step_count + STEPS)
             assert is_same(go_on(trainer), other.result(DEADLINE_S))
             assert trainer.optimizer.clock == begun + STEPS // INNER_STEPS
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+@pytest.mark.parametrize("parts", [{}, {"overlap": 1}])
+def test_an_outer_step_that_goes_on_after_an_error_has_each_move_once(
+    refused: int, parts: dict[str, Any]
+) -> None:
+    """Workers disagree about one table's rate. The one whose seal came later ends; the other, whose
+    pull was refused, takes its step. Each inner step moves parameters by -1.
+    """
+    outer = ps.Outer(SGD, 2, lr=1.0, momentum=0.0, nesterov=False, **parts)
+
+    def stepped(optimizer: ps.DistributedOptimizer, times: int) -> None:
+        for _ in range(times):
+            optimizer.zero_grad()
+            torch.stack([g["params"][0].sum() for g in optimizer.param_groups]).sum().backward()
+            optimizer.step()
+
+    def disagree(client: ps.Client) -> ps.DistributedOptimizer:
+        groups = [{"params": [nn.Parameter(torch.zeros(64))]} for _ in range(2)]
+        optimizer = ps.DistributedOptimizer(client, groups, outer, name="m", consistency="bsp")
+        optimizer.param_groups[refused]["outer_lr"] = 1.0 + client.rank
+        with pytest.raises(ps.InvalidConfig, match="disagree about clock 1"):
+            stepped(optimizer, 2 + len(parts))
+        return optimizer
+
+    with lane_cluster(servers=1, workers=WORKERS) as cluster, ExitStack() as stack:
+        clients = [
+            stack.enter_context(ps.connect(cluster.address, request_deadline_s=DEADLINE_S))
+            for _ in range(WORKERS)
+        ]
+        optimizers = together(clients, disagree)
+        until(lambda: any(each.engine.pushes.refused for each in clients), "one seal is refused")
+        first = next(rank for rank in range(WORKERS) if not clients[rank].engine.pushes.refused)
+        clients[1 - first].abandon("its script ends with the error")
+        stepped(optimizers[first], 2)
+        optimizers[first].synchronize(timeout_s=DEADLINE_S)
+        for number, table in enumerate(optimizers[first].trained_model.tables):
+            rate = 1.0 + first if number == refused else 1.0
+            served = torch.from_numpy(clients[first].pull(table.handle))
+            assert served.eq(-rate * (4 + len(parts))).all(), served
+            assert torch.equal(table.layout.placed[0].tensor.detach(), served)
 
 
 def test_a_late_joiner_that_has_moved_waits_for_nobody_in_synchronize() -> None:

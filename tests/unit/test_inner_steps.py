@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ps_core.errors import WaitExpired
+from ps_core.errors import InvalidConfig, PushpullError, WaitExpired
 from ps_worker.spec.optimizers import Outer
 from ps_worker.steps.inner_steps import InnerSteps
-from ps_worker.steps.steps import StepResult
+from ps_worker.steps.steps import PushTicket, StepResult
 from ps_worker.training.local_optimizer import OuterSteps
 from ps_worker.training.tables.trained_table import TrainedTable
 from tests.unit.saving_worker import A, Worker, clocks_of
@@ -133,21 +134,126 @@ def test_an_outer_step_that_was_refused_stays_moved(codec: str) -> None:
     assert entry.tensor.eq(-1.0).all()
 
 
-def test_an_outer_step_that_ended_with_an_error_loses_no_inner_step() -> None:
-    """Later inner steps are moves, and no changes of the script that a pull must not overwrite."""
-    table = moved_table()
-    steps = OuterSteps(OUTER, [table])
-    steps.inner.taken = 3
-    steps.sealed()
-    moved = [steps.inner.have_moved]
-    table.left()
-    steps.failed()
-    moved.append(steps.inner.have_moved)
-    assert moved == [False, True], "else what has moved would be taken for an edit"
-    (entry,) = table.layout.placed
-    entry.tensor.data.sub_(1.0)  # the next inner step
-    assert not table.take_result(StepResult(2, True, 0))
-    assert entry.tensor.eq(0.0).all(), "the pulled values"
+REFUSED = InvalidConfig("workers disagree")
+
+
+class FailedStep:
+    """The outer step of one moved table, which ended with an error; values of -2 are pulled."""
+
+    def __init__(self, outer: Outer = OUTER, *, is_skipped: bool = False) -> None:
+        self.client = TableClient()
+        self.table = moved_table(self.client, outer)
+        self.steps = OuterSteps(outer, [self.table])
+        self.steps.inner.taken = outer.inner_steps
+        self.steps.sealed()
+        self.table.begin_pull()
+        self.ticket = PushTicket(self.table.handle.table, 1, Future(), lambda: True)
+        self.table.pending.add(self.ticket)
+        self.table.left()
+        self.steps.failed({self.table: self.ticket}, is_skipped=is_skipped)
+
+    def end(self, error: PushpullError | None = None) -> None:
+        if error is None:
+            self.ticket.future.set_result(StepResult(1, True, 0))
+        else:
+            self.ticket.future.set_exception(error)
+
+    def pull(self, error: PushpullError | None = None) -> None:
+        if error is not None:
+            self.client.pulls_begun[-1].future.set_exception(error)
+            return
+        self.table.local_values()[0].fill_(-2.0)
+        self.client.pulls_begun[-1].future.set_result(None)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.table.layout.placed[0].tensor.detach()
+
+    def pushed_next(self) -> torch.Tensor:
+        """The pseudo-gradient after one more inner step, which moves by -1."""
+        self.weight.sub_(1.0)
+        assert self.table.moves.measure(is_shared=False, may_be_infinite=False) is None
+        blocks = [each.payload for each in self.table.moves.blocks()]
+        return torch.cat([torch.frombuffer(each, dtype=torch.float32) for each in blocks])
+
+
+def test_a_table_that_was_taken_pushes_later_moves_alone_after_an_error_of_another() -> None:
+    """Not those of the step once more, nor the others' with the sign reversed."""
+    step = FailedStep()
+    moved = [step.steps.inner.have_moved]
+    with pytest.raises(WaitExpired):
+        step.steps.take_failed()
+    assert step.weight.eq(-1.0).all(), "not before all has come"
+    step.end()
+    step.pull()
+    step.steps.take_failed()
+    assert step.weight.eq(-2.0).all()
+    moved.append(step.steps.inner.have_moved)
+    assert moved == [True, False], "until then what has moved would be taken for an edit"
+    assert step.pushed_next().eq(1.0).all()
+
+
+def test_a_table_that_was_refused_pushes_its_moves_with_the_next_outer_step() -> None:
+    """Upon the values that came all the same."""
+    step = FailedStep()
+    step.end(REFUSED)
+    with pytest.raises(InvalidConfig, match="disagree"):
+        step.steps.take_failed()
+    step.pull()
+    step.steps.take_failed()
+    assert step.weight.eq(-3.0).all()
+    assert step.steps.inner.have_moved
+    assert step.pushed_next().eq(2.0).all()
+
+
+def test_a_pull_that_failed_is_begun_again_before_its_step_is_taken_over() -> None:
+    """Else the worker would go on from the values of before its step."""
+    step = FailedStep()
+    step.pull(REFUSED)
+    with pytest.raises(InvalidConfig, match="disagree"):
+        step.steps.take_failed()
+    step.end()
+    with pytest.raises(WaitExpired):
+        step.steps.take_failed()
+    step.pull()
+    step.steps.take_failed()
+    assert step.weight.eq(-2.0).all()
+
+
+def test_a_failed_outer_step_is_taken_over_once_and_leaves_changes_of_the_script() -> None:
+    step = FailedStep()
+    step.weight.fill_(5.0)
+    step.end()
+    step.pull()
+    step.steps.take_failed()
+    assert step.weight.eq(5.0).all()
+    assert step.table.edited(looks=True) == [0]
+    step.table.write_parameters()
+    step.weight.fill_(6.0)
+    step.steps.take_failed()
+    assert step.weight.eq(6.0).all()
+
+
+def test_a_failed_outer_step_that_was_skipped_moves_nothing() -> None:
+    step = FailedStep(is_skipped=True)
+    step.end()
+    step.pull()
+    step.steps.take_failed()
+    assert step.weight.eq(-2.0).all()
+    assert not step.steps.inner.have_moved
+
+
+@pytest.mark.parametrize(("taken", "expected"), [(0, -1.0), (1, -2.0)])
+def test_a_fragment_of_a_failed_outer_step_is_merged_after_its_inner_steps(
+    taken: int, expected: float
+) -> None:
+    step = FailedStep(Outer(torch.optim.SGD, inner_steps=2, overlap=1))
+    step.steps.inner.taken = taken
+    step.end()
+    step.pull()
+    step.steps.take_failed()
+    assert step.weight.eq(expected).all()
+    assert step.table.moves.has_arrived == (taken == 0), "its merge comes later"
 
 
 def test_a_change_of_the_script_is_not_moved_again() -> None:

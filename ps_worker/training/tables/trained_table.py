@@ -499,9 +499,12 @@ class TrainedTable:
     def wait_pending(self) -> None:
         """Wait for a step that an earlier call did not see the end of."""
         if self.pending or self._pull is not None:
-            # Blocks that left before the step was found to be skipped may have been refused.
-            self.pending.wait((InvalidTensor,) if self._was_skipped else ())
+            self._wait_tickets()
             self._ended()
+
+    def _wait_tickets(self) -> None:
+        # Blocks that left before the step was found to be skipped may have been refused.
+        self.pending.wait((InvalidTensor,) if self._was_skipped else ())
 
     def finish(self) -> Pulled | None:
         """Wait for the end of the step and of the pull; a pull that has expired is begun again.
@@ -512,6 +515,13 @@ class TrainedTable:
         pull = self._pull
         self.wait_pending()
         return None if pull is None else pull.future.result()
+
+    def finish_failed(self) -> None:
+        """After an error of `finish`: wait for the rest. A pull that failed is begun again."""
+        self._wait_tickets()
+        if self._pull is not None and self._pull.future.exception() is not None:
+            self.begin_pull(self._pulled_blocks)
+        self.finish()
 
     def begin_refresh(self) -> None:
         """Begin to pull the table between two steps, unless begun; `finish_refresh` waits."""
