@@ -21,6 +21,9 @@ from ps_core.tables.table import Table
 
 _NEVER = AssignmentEpoch(0)
 
+HAND_OVER_FEATURE = "hand-over"
+"""Feature of servers that can hand ranges over."""
+
 RESTORE = (
     "Restore a checkpoint (client.restore, or a new run with --resume), or start the cluster anew"
 )
@@ -136,9 +139,12 @@ class RangeAssignment:
         initial_holders: holders since the range was placed, empty. They were sent every update
             since, so one that has none has everything that was seen.
         is_lost: no server that is there, or may come back, has the values.
-        term: the epoch under which the primary became primary.
+        term: the epoch since which the range's records are numbered: its primary was given the
+            range then, or took it over from a former primary that handed it over under that term.
         placed_epoch: the epoch under which the range was placed last, empty. What a server had of
             it before is of removed tables. 0: it was not placed, or an old journal does not say.
+        hand_over_to: the backup to which the primary is to hand the range over, or the server that
+            becomes a backup first.
     """
 
     range_id: RangeId
@@ -151,6 +157,7 @@ class RangeAssignment:
     is_lost: bool = False
     term: AssignmentEpoch = _NEVER
     placed_epoch: AssignmentEpoch = _NEVER
+    hand_over_to: NodeId | None = None
 
     @property
     def in_sync(self) -> tuple[NodeId, ...]:
@@ -175,13 +182,15 @@ def lost_among(ranges: Sequence[RangeAssignment], tables: Iterable[Table]) -> li
 @dataclass(frozen=True, slots=True)
 class BackupRequest:
     """A primary's request for the full set of its range's backups, valid at one epoch. A primary
-    that `is_missing` the values requests another primary.
+    that `is_missing` the values requests another primary. One that has stopped to `hand_over_to` a
+    backup, which has everything, as all others have, requests that one as primary.
     """
 
     range_id: RangeId
     assignment_epoch: AssignmentEpoch
     backups: frozenset[NodeId]
     is_missing: bool = False
+    hand_over_to: NodeId | None = None
 
 
 @dataclass(frozen=True)

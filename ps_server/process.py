@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from ps_core import limits
-from ps_core.cluster_view import ClusterView
+from ps_core.cluster_view import HAND_OVER_FEATURE, ClusterView
 from ps_core.codecs import payloads
 from ps_core.errors import (
     Fenced,
@@ -283,7 +283,7 @@ class _Membership:
             role=types_pb2.NODE_ROLE_SERVER,
             address=self._server.address,
             protocol_version=1,
-            features=FEATURES,
+            features=(*FEATURES, HAND_OVER_FEATURE),
             kernel_fingerprint=kernel_fingerprint(),
             cluster_id=settings.cluster_id,
             custom_updates=installed.to_proto(),

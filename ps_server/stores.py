@@ -435,6 +435,14 @@ class Shards:
     def forget(self, effect: Forget) -> None:
         self.stores[effect.table_id, effect.range_id].forget(effect.reader)
 
+    def forget_undecided(self, range_ids: Collection[RangeId]) -> None:
+        """Drop what only a range's primary has: sums of which nothing was decided, and values that
+        are kept for readers.
+        """
+        for (_, range_id), store in self.stores.items():
+            if range_id in range_ids:
+                store.abandon(keeps_reduced=True)
+
     def abandon(self, table_id: TableId) -> None:
         """Drop what a failed table has in accumulators."""
         for (owner, _), store in self.stores.items():

@@ -359,6 +359,7 @@ def range_to_proto(assignment: RangeAssignment) -> types_pb2.RangeAssignment:
         lost=assignment.is_lost,
         term=assignment.term,
         placed_epoch=assignment.placed_epoch,
+        hand_over_to_node_id=assignment.hand_over_to or 0,
     )
 
 
@@ -368,14 +369,19 @@ def range_from_proto(message: types_pb2.RangeAssignment) -> RangeAssignment:
         range_id=RangeId(message.range_id),
         slots=KeyRange(Slot(message.begin_slot), Slot(message.end_slot)),
         assignment_epoch=AssignmentEpoch(message.assignment_epoch),
-        primary=NodeId(message.primary_node_id) if message.primary_node_id else None,
+        primary=_node_or_none(message.primary_node_id),
         backups=tuple(map(NodeId, message.backup_node_ids)),
         catching_up=tuple(map(NodeId, message.catching_up_node_ids)),
         initial_holders=tuple(map(NodeId, message.initial_holder_node_ids)),
         is_lost=message.lost,
         term=AssignmentEpoch(message.term),
         placed_epoch=AssignmentEpoch(message.placed_epoch),
+        hand_over_to=_node_or_none(message.hand_over_to_node_id),
     )
+
+
+def _node_or_none(node_id: int) -> NodeId | None:
+    return NodeId(node_id) if node_id else None
 
 
 def backup_request_to_proto(backup_request: BackupRequest) -> scheduler_pb2.BackupRequest:
@@ -384,6 +390,7 @@ def backup_request_to_proto(backup_request: BackupRequest) -> scheduler_pb2.Back
         assignment_epoch=backup_request.assignment_epoch,
         backup_node_ids=sorted(backup_request.backups),
         is_missing=backup_request.is_missing,
+        hand_over_to_node_id=backup_request.hand_over_to or 0,
     )
 
 
@@ -400,6 +407,7 @@ def backup_request_from_proto(message: scheduler_pb2.BackupRequest) -> BackupReq
         AssignmentEpoch(message.assignment_epoch),
         backups,
         message.is_missing,
+        _node_or_none(message.hand_over_to_node_id),
     )
 
 

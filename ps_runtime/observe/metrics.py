@@ -166,6 +166,11 @@ class SchedulerMetrics:
             "pushpull_scheduler_failovers_total",
             "Failovers, counted once for each range: a backup became the primary.",
         )
+        self.hand_overs = counter(
+            "pushpull_scheduler_hand_overs_total",
+            "Hand-overs, counted once for each range: a primary gave it to a backup, so that "
+            "primaries are spread evenly.",
+        )
         self.staleness_bound = gauge(
             "pushpull_scheduler_staleness_bound",
             "Current bound of staleness of a table whose bound moves (ssp:LEAST..MOST).",

@@ -49,6 +49,9 @@ from ps_server.wire.replication_wire import (
 )
 from ps_server.wire.snapshot_wire import snapshot_messages
 
+_SOON_S = 0.02
+"""Seconds between beats that a range waits for."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicationSetting:
@@ -137,6 +140,13 @@ class ReplicatedRanges:
         if lost:
             yield from self._shards.removing(set(lost))
             self.output.forget(set(lost))
+        handed_over = self.replication.handed_over
+        if handed_over:
+            self.output.forget(handed_over)
+            self._shards.forget_undecided(handed_over)
+            most_s = round(max(handed_over.values()), 3)
+            count = len(handed_over)
+            logs.info("ranges_handed_over", view=view.view_number, ranges=count, stopped_s=most_s)
         if removed:
             self.output.forget_tables(removed)
             if self.update_log is not None:
@@ -158,6 +168,8 @@ class ReplicatedRanges:
         if kept:
             logs.warning("ranges_suspended", view=view.view_number, ranges=len(kept))
         self._send_all(self._pacing.renewed())
+        if self.replication.can_hand_over:
+            self._ask_at_once()
         missing = self.replication.missing
         if missing != self._missing:
             self._missing = missing
@@ -211,8 +223,11 @@ class ReplicatedRanges:
 
     @property
     def serves_within_s(self) -> float:
-        """Seconds until an old lease runs out, and `serve` is to be called again."""
-        return self.replication.serves_within(self._now())
+        """Seconds until an old lease runs out, and `serve` is to be called again; or until beats
+        are due that a range waits for, which was handed over.
+        """
+        within_s = self.replication.serves_within(self._now())
+        return min(within_s, _SOON_S) if self.replication.awaits_grants else within_s
 
     # --- decisions
 
@@ -243,6 +258,8 @@ class ReplicatedRanges:
         a lease, whatever is under way.
         """
         now_s = self._now()
+        if self.replication.awaits_grants:
+            self._pacing.hurry()
         self._links.look(now_s)
         self._send_all(self._pacing.late(now_s))
         due = self._pacing.beats(now_s)
@@ -268,8 +285,13 @@ class ReplicatedRanges:
         return self.output.release(self._now(), self.replication.primaries)
 
     def released(self, range_ids: Iterable[RangeId]) -> list[CommittedEffect]:
-        """Held effects of these ranges that may be carried out now."""
-        return self.output.release(self._now(), range_ids)
+        """Held effects of these ranges that may be carried out now. A range that is stopped may
+        have nothing more to release: then the scheduler is asked for its heir.
+        """
+        committed = self.output.release(self._now(), range_ids)
+        if self.replication.can_hand_over:
+            self._ask_at_once()
+        return committed
 
     def _write(self, record: LogRecord) -> None:
         self.logged.write(record)
@@ -393,7 +415,9 @@ class ReplicatedRanges:
                 self.replication.acked(peer, answer, now_s)
                 freed[answer.range_id] = None
             else:
-                self.replication.granted(peer, answer, now_s)
+                first = self.replication.granted(peer, answer, now_s)
+                if first:
+                    self._send_all(self._pacing.first_granted(peer, first))
                 freed |= dict.fromkeys(answer.range_ids)
         self.release(freed)
 

@@ -1,6 +1,7 @@
 """A backup's end of a range's replication (SEMANTICS S8).
 
     follows --promoted--> waits out its last grant (`lease`) --> serves, as `RangeMachine`s
+       +------the range is handed over to it------------------------^
 
 Rules:
     - A record of an older epoch is refused: its sender is primary no more.
@@ -8,6 +9,8 @@ Rules:
       can be promoted, and a promoted backup commits everything that it has.
     - A backup grants the lease by answering a beat of its primary's epoch. Once promoted it grants
       no more.
+    - A range is handed over under the term that its records have. Its former primary gave its lease
+      up before, so no grant is waited out, and all have the same records.
 
 Invariants:
     RE-1  `number` is the newest record, and every one before it was taken.
@@ -15,6 +18,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
@@ -49,6 +53,7 @@ class Replica:
         self.copies = copies if copies is not None else {}
         self._lease = GrantedLease(lease_s)
         self.is_promoted = False
+        self.is_handed_over = False
 
     def follow(self, assignment_epoch: AssignmentEpoch) -> None:
         """A newer configuration still has this server as a backup."""
@@ -93,12 +98,13 @@ class Replica:
         """Take over the grants of `before`, whose place this replica takes."""
         self._lease.take_over(before._lease)
 
-    def promote(self, assignment_epoch: AssignmentEpoch) -> None:
-        """Become primary of this epoch, and serve from `serves_s` on."""
+    def promote(self, assignment_epoch: AssignmentEpoch, term: AssignmentEpoch) -> None:
+        """Become primary of this epoch, and serve from `serves_s` on, under this term."""
         self.assignment_epoch = assignment_epoch
         self.is_promoted = True
+        self.is_handed_over = term == self.term
 
     @property
     def serves_s(self) -> float:
         """Time from which nobody can hold a lease that this backup granted."""
-        return self._lease.ends_s
+        return -math.inf if self.is_handed_over else self._lease.ends_s

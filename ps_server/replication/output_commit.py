@@ -273,11 +273,13 @@ class OutputCommit:
     def prepared_changes(self) -> tuple[PreparedChange, ...]:
         """Prepared changes that the backups know of.
 
-        Empty while a promoted range waits for its lease, since it may have reached a later clock;
+        Empty while a promoted range waits for its lease, since it may have reached a later clock,
+        and while one is handed over;
         and while a candidate, which knows of no such change, may be made primary in this place. Of
         tables that have blocks in a missing range, only outcomes: that range may be beyond, too.
         """
-        if self._replication.waits or self._replication.has_unconfirmed:
+        replication = self._replication
+        if replication.waits or replication.has_unconfirmed or replication.is_handing_over:
             return ()
         untold = {table_id for table_id, _ in self._untold}
         prepared = [p for p in self._machine.prepared_changes if p.table_id not in untold]

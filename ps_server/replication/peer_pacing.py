@@ -12,7 +12,7 @@ while the stream has not taken what it was given.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ps_core.cluster_view import BackupRequest
@@ -53,6 +53,15 @@ class PeerPacing:
         resends = self._replication.resends(self._replication.all_holders)
         renewed = self._replication.renewed
         return [(peer, record) for peer, record in resends if record.range_id in renewed]
+
+    def first_granted(
+        self, peer: NodeId, range_ids: Container[RangeId]
+    ) -> list[tuple[NodeId, LogRecord]]:
+        """Records to send to a server that follows this one in these ranges from now on: it may
+        have refused them before it had the view.
+        """
+        resends = self._replication.resends({peer})
+        return [(peer, record) for peer, record in resends if record.range_id in range_ids]
 
     def opened(self, peer: NodeId) -> list[tuple[NodeId, LogRecord]]:
         """Records that a new stream to the server begins with."""

@@ -15,10 +15,16 @@ Rules:
     - A server that is catching up counts when it is nearly there, so that it can catch up while
       steps go on; the scheduler is asked for it when it has all that anybody may have seen.
     - Until the scheduler has answered, with the requested set or another, both sets count.
+    - A primary that is advised to hand its range over stops: it takes nothing and shows no reads.
+      As soon as every backup has all that was decided, it gives its lease up and requests the heir
+      as primary. From then on only a newer epoch ends that: the request may have been granted. If
+      it cannot request it within a moment, it goes on, until it is advised anew.
 
 Invariants:
     PR-1  A server that was asked for counts until the epoch ends.
     PR-2  Values come without a record only while no other server has any of the range.
+    PR-3  Who hands a range over has decided nothing that a backup does not have, and releases
+          nothing before a newer epoch.
 """
 
 from __future__ import annotations
@@ -42,6 +48,10 @@ _LAG_LEASES = 5
 """Leases for which a backup may make no progress with records that were sent to it, and its stream
 may take nothing. No fewer than `_COPY_LEASES`: records of all ranges wait behind a copy, which a
 server takes in after its last byte, so that its stream stands, too."""
+
+_DRAIN_S = 0.3
+"""Seconds within which a primary that has stopped must be able to hand its range over: workers wait
+meanwhile."""
 
 
 @dataclass(slots=True)
@@ -73,6 +83,10 @@ class Primary:
         self._is_closed = False
         self._asked: frozenset[NodeId] | None = None
         self._in_question: frozenset[NodeId] = frozenset()
+        self._advised: tuple[AssignmentEpoch, NodeId] | None = None
+        self._heir: NodeId | None = None  # it has stopped, to hand the range over
+        self._stopped_s = 0.0
+        self._unheard: set[NodeId] = set()
 
     # --- views
 
@@ -84,6 +98,7 @@ class Primary:
         self._configured = frozenset(assignment.backups)
         is_renewed = self.log.assignment_epoch < assignment.assignment_epoch
         if is_renewed:
+            self.go_on()
             self.log.reconfigure(assignment.assignment_epoch, assignment.backups)
             if self._asked is None:  # some may have given up catching up
                 self._catching_up.clear()
@@ -98,12 +113,65 @@ class Primary:
 
     def _resume(self, assignment: RangeAssignment) -> None:
         """Another was to be primary meanwhile: servers that caught up gave up, or joined it."""
+        self.go_on()
         self.log.resume(assignment.assignment_epoch, assignment.backups)
         self._configured = frozenset(assignment.backups)
         self._heard_s.clear()
         self._lagging.clear()
         self._catching_up.clear()
         self._asked, self._in_question = None, frozenset()
+
+    # --- hand-over
+
+    def take_advice(self, assignment: RangeAssignment, now_s: float) -> None:
+        """Stop, if a view newly advises to hand the range over; go on if it does not any more."""
+        heir, before = assignment.hand_over_to, self._advised
+        self._advised = None if heir is None else (assignment.assignment_epoch, heir)
+        if self._advised == before or self.log.is_given_up:
+            return
+        self.go_on()
+        if heir in self._configured and self._may_stop:
+            self._heir, self._stopped_s = heir, now_s
+
+    @property
+    def _may_stop(self) -> bool:
+        """True if nobody joins, leaves or is to be given values that come without a record."""
+        log = self.log
+        is_same = self._configured == set(log.backups)
+        is_open = self._asked is not None or self._catching_up or not log.is_confirmed
+        return is_same and not (is_open or self._is_closed or log.is_short)
+
+    @property
+    def is_stopped(self) -> bool:
+        """True while the range is about to be handed over, or may have been."""
+        return self._heir is not None
+
+    @property
+    def can_hand_over(self) -> bool:
+        """True if it has stopped, and every backup has everything."""
+        return self.is_stopped and self._may_stop and self.log.is_everywhere
+
+    def is_late(self, now_s: float) -> bool:
+        """True if it has stopped for too long, or for nothing, and is to `go_on`."""
+        if not self.is_stopped or self.log.is_given_up:
+            return False
+        return self.stopped_for_s(now_s) >= _DRAIN_S or not self._may_stop
+
+    def stopped_for_s(self, now_s: float) -> float:
+        """Seconds since it has stopped."""
+        return now_s - self._stopped_s
+
+    def go_on(self) -> None:
+        self._heir, self.log.is_given_up = None, False
+
+    def await_grants(self) -> None:
+        """The range was handed over to this server: the others may not have heard of it."""
+        self._unheard = set(self.log.backups)
+
+    @property
+    def awaits_grants(self) -> bool:
+        """True if some backup has not granted the lease since the range was handed over."""
+        return not self._unheard.isdisjoint(self.log.backups)
 
     # --- answers of other servers
 
@@ -125,10 +193,15 @@ class Primary:
             self.log.acked(backup, ack.number)
         return is_news
 
-    def granted(self, backup: NodeId, sent_s: float, now_s: float) -> None:
-        """A backup has answered the beat that was sent at `sent_s`."""
+    def granted(self, backup: NodeId, sent_s: float, now_s: float) -> bool:
+        """A backup has answered the beat that was sent at `sent_s`. True if it is the first since
+        the range was handed over: records that came before may have been refused.
+        """
         self.log.granted(backup, sent_s)
         self._heard_s[backup] = now_s
+        is_first = backup in self._unheard
+        self._unheard.discard(backup)
+        return is_first
 
     def lost(self, node_id: NodeId) -> None:
         """Messages on their way to the server are lost: if it is catching up, it begins again."""
@@ -233,7 +306,7 @@ class Primary:
         self, node_id: NodeId, now_s: float, has_space: Callable[[NodeId], bool]
     ) -> bool:
         """True if a snapshot is to be sent to a server that the view names as catching up."""
-        if self._is_closed or not has_space(node_id):
+        if self._is_closed or self.is_stopped or not has_space(node_id):
             return False
         progress = self._catching_up.get(node_id)
         has_all = progress is not None and progress.number == self.log.number
@@ -253,6 +326,8 @@ class Primary:
         living = {n for n, at_s in self._heard_s.items() if now_s < at_s + self._lease_s}
         living -= self._stuck(now_s)
         self._give_up(living, now_s)
+        if self.log.is_given_up or self.can_hand_over:
+            return self._hand_over_request()
         if self._asked is not None:
             self._asked &= living  # the earlier request may yet be granted
         else:
@@ -268,6 +343,15 @@ class Primary:
             self._asked = self._in_question = wanted
         check(self._asked <= set(self.log.backups), "PR-1", f"{self._asked} do not count")
         return BackupRequest(self.log.range_id, self.log.assignment_epoch, self._asked)
+
+    def _hand_over_request(self) -> BackupRequest:
+        if not self.log.is_given_up:
+            check(self.log.is_everywhere, "PR-3", f"range {self.log.range_id} is not drained")
+            self.log.give_up()
+        log = self.log
+        return BackupRequest(
+            log.range_id, log.assignment_epoch, self._configured, hand_over_to=self._heir
+        )
 
     def _stuck(self, now_s: float) -> set[NodeId]:
         """Backups with unacknowledged records that have made no progress for long."""

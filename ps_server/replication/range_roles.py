@@ -4,6 +4,9 @@
        ^                                                                              |
        +------ another is primary <--the new one serves-- suspended <--deposed--------+
                                                              +------primary again-----^
+    primary --advised to hand over--> stopped --the scheduler has granted it--> backup
+       ^                                 +-- the heir, a backup, is primary at once
+       +--it cannot, or another epoch----+
 
 Rules:
     - A deposed primary is suspended while the view names it as a backup: it keeps everything,
@@ -15,6 +18,8 @@ Rules:
       records, and tells the scheduler that the range is missing.
     - A range that is placed anew was empty in between (`placed_epoch`). What a server has or had of
       it from before is of removed tables: it begins the range as one that never had it.
+    - A range that is handed over keeps its term. Its former primary is a backup at once, with all
+      that it has: every other holder has the same. What it had not decided is gone there.
     - Nothing of a removed table is taken or given, though its records keep their numbers: the views
       of a primary and its backups may differ for a while.
 
@@ -62,6 +67,8 @@ class Replication:
         suspended: ranges that it was primary of, and may be again.
         renewed: ranges that have another epoch since the newest view.
         deposed: ranges that have another primary since the newest view.
+        handed_over: ranges that this server has handed over, by the newest view, and the seconds
+            for which each had stopped.
         placed_anew: ranges that were placed, empty, since this server had them, by the newest view.
     """
 
@@ -79,6 +86,8 @@ class Replication:
         self.suspended: dict[RangeId, Primary] = {}
         self.renewed: set[RangeId] = set()
         self.deposed: set[RangeId] = set()
+        self.handed_over: dict[RangeId, float] = {}
+        self._stopped: set[RangeId] = set()  # primaries that are about to hand their range over
         self.placed_anew: frozenset[RangeId] = frozenset()
         self._node_id = node_id
         self._machine = machine
@@ -121,7 +130,7 @@ class Replication:
         self.placed_anew = self._placed_anew(view)
         self._former = self._taking_out(self.placed_anew)
         self._view = view
-        self.renewed, self.deposed = set(), set()
+        self.renewed, self.deposed, self.handed_over = set(), set(), {}
         self._with_catching_up = [r for r in view.ranges if r.catching_up]
         lost = [*sorted(self.placed_anew), *self._not_given_back(view)]
         for assignment in view.ranges:
@@ -130,6 +139,9 @@ class Replication:
                 self._be_primary(assignment, now_s)
                 continue
             is_backup = self._node_id in assignment.backups
+            if is_backup and self._has_handed_over(assignment):
+                yield from self._following(assignment, now_s)
+                continue
             effects += self._depose(range_id)
             if range_id in self.suspended:
                 if not is_backup:  # the new primary may have served
@@ -155,8 +167,10 @@ class Replication:
             ):
                 del self.replicas[range_id]
                 lost.append(range_id)
-        if given_up:
-            effects += yield from self._machine.giving_up(given_up)
+        effects += yield from self._stopping()
+        gone = given_up.union(self.handed_over)
+        if gone:
+            effects += yield from self._machine.giving_up(gone)
         if self.deposed - given_up:
             effects += yield from self._machine.suspending(self.deposed - given_up)
         return lost, effects
@@ -189,11 +203,72 @@ class Replication:
         primary = self.primaries.pop(range_id, None)
         if primary is None:
             return []
+        primary.go_on()  # if it is primary again
         self.suspended[range_id] = primary
         self.deposed.add(range_id)
+        return self._refuse_reads(range_id, primary)
+
+    def _refuse_reads(self, range_id: RangeId, primary: Primary) -> list[Effect]:
+        """Take the reads that wait for decisions out of a range's log."""
         error = NotOwner(f"server {self._node_id} is not primary of range {range_id} any more")
         reads = primary.log.take_out(lambda held: isinstance(held, AnswerPull | RefusePull))
         return [RefusePull(held.waiter, held.table_id, range_id, error) for held in reads]  # type: ignore[attr-defined]
+
+    # --- hand-over
+
+    def _stopping(self) -> Work[list[Effect]]:
+        """Stop ranges that are to be handed over, and let others go on."""
+        before = self._stopped & self.primaries.keys()
+        stopped = {range_id for range_id, each in self.primaries.items() if each.is_stopped}
+        for range_id in before - stopped:
+            self._machine.resume(range_id)
+        self._stopped = stopped
+        effects: list[Effect] = []
+        if stopped - before:
+            for range_id in stopped - before:
+                effects += self._refuse_reads(range_id, self.primaries[range_id])
+            effects += yield from self._machine.suspending(stopped - before)
+        return effects
+
+    def _has_handed_over(self, assignment: RangeAssignment) -> bool:
+        primary = self.primaries.get(assignment.range_id)
+        if primary is None or not primary.log.is_given_up:
+            return False
+        return primary.log.term == assignment.term
+
+    def _following(self, assignment: RangeAssignment, now_s: float) -> Work[None]:
+        """Back up a range that this server has handed over."""
+        range_id = assignment.range_id
+        primary = self.primaries.pop(range_id)
+        log = primary.log
+        copies = {}
+        for (table_id, at), shard in self._machine.suspended.items():
+            if at == range_id:
+                copies[table_id] = yield from copying(shard.state)
+        self.replicas[range_id] = Replica(
+            range_id, assignment.assignment_epoch, self._lease_s, log.term, copies, log.number
+        )
+        self.handed_over[range_id] = primary.stopped_for_s(now_s)
+
+    @property
+    def can_hand_over(self) -> bool:
+        """True if the scheduler can be asked for the heir of some range."""
+        return any(self.primaries[r].can_hand_over for r in self._stopped & self.primaries.keys())
+
+    @property
+    def is_handing_over(self) -> bool:
+        """True while some range has stopped, or may have another primary already."""
+        return bool(self._stopped)
+
+    @property
+    def awaits_grants(self) -> bool:
+        """True while a range that was handed over to this server has no lease yet."""
+        return any(primary.awaits_grants for primary in self.primaries.values())
+
+    def must_serve(self, now_s: float) -> bool:
+        """True if `serve` is to be called again, since time has passed."""
+        stopped = self._stopped & self.primaries.keys()
+        return self.waits or any(self.primaries[r].is_late(now_s) for r in stopped)
 
     def _placed_anew(self, view: ClusterView) -> frozenset[RangeId]:
         """Ranges that were placed, empty, since this server had them; views that said so may have
@@ -277,6 +352,7 @@ class Replication:
         if primary is not None:
             if primary.observe(assignment):
                 self.renewed.add(range_id)
+            primary.take_advice(assignment, now_s)
             return
         # Else another may have been primary, whom the backups or a former replica here have heard.
         is_alone = not (assignment.backups or range_id in self._former or self._has_update_log)
@@ -288,10 +364,11 @@ class Replication:
             return
         replica = replica or self._begun(assignment)
         if replica is not None:  # else it is missing
-            replica.promote(assignment_epoch)
+            replica.promote(assignment_epoch, assignment.term)
 
     def serve(self, now_s: float) -> ClusterView:
-        """Begin to serve promoted ranges whose old lease has run out.
+        """Begin to serve promoted ranges whose old lease has run out, and go on with those that
+        could not be handed over in time.
 
         Returns:
             The newest view, without a primary for ranges whose old lease may still hold.
@@ -299,21 +376,34 @@ class Replication:
         view = self._view
         if view is None:
             raise InvariantViolation("RN-1", "there is no view to serve")
+        for range_id in [r for r in self._stopped if self.primaries[r].is_late(now_s)]:
+            self.primaries[range_id].go_on()
+            self._machine.resume(range_id)
+            self._stopped.discard(range_id)
         ranges = []
         for assignment in view.ranges:
             range_id, replica = assignment.range_id, self.replicas.get(assignment.range_id)
             if assignment.primary == self._node_id:
                 if replica is not None and now_s >= replica.serves_s:
                     del self.replicas[range_id]
-                    log = self._log(assignment, replica.number, written=self._logged(replica))
-                    log.inherit()
-                    self.primaries[range_id] = Primary(log, self._lease_s)
+                    self.primaries[range_id] = self._succeed(assignment, replica, now_s)
                     self._machine.adopt(range_id, replica.copies, now_s)
-                elif replica is not None or range_id not in self.primaries:
+                elif replica is not None or range_id not in self.primaries.keys() - self._stopped:
                     # It waits for the lease, or must not begin anew, without the training.
                     assignment = replace(assignment, primary=None)
             ranges.append(assignment)
         return replace(view, ranges=tuple(ranges))
+
+    def _succeed(self, assignment: RangeAssignment, replica: Replica, now_s: float) -> Primary:
+        """The primary that a promoted backup becomes."""
+        log = self._log(assignment, replica.number, written=self._logged(replica))
+        if not replica.is_handed_over:
+            log.inherit()
+            return Primary(log, self._lease_s)
+        log.term = replica.term
+        primary = Primary(log, self._lease_s, heard_s=now_s)
+        primary.await_grants()
+        return primary
 
     @property
     def missing(self) -> tuple[RangeId, ...]:
@@ -391,11 +481,16 @@ class Replication:
         if primary is not None and primary.acked(backup, ack, now_s):
             self._advanced.add(backup)
 
-    def granted(self, backup: NodeId, grant: Grant, now_s: float) -> None:
-        """A backup has answered a beat."""
+    def granted(self, backup: NodeId, grant: Grant, now_s: float) -> set[RangeId]:
+        """A backup has answered a beat. Returns the ranges for which it has done so for the first
+        time since they were handed over: their records are to be sent to it again.
+        """
+        first: set[RangeId] = set()
         for range_id in grant.range_ids:
-            if range_id in self.primaries:
-                self.primaries[range_id].granted(backup, grant.sent_s, now_s)
+            primary = self.primaries.get(range_id)
+            if primary is not None and primary.granted(backup, grant.sent_s, now_s):
+                first.add(range_id)
+        return first
 
     def lost(self, node_id: NodeId) -> None:
         """Messages on their way to the server are lost; see `Primary.lost`."""

@@ -15,6 +15,8 @@ Rules:
       primary's log. It releases nothing until the scheduler knows that its own has the range.
     - A deposed primary that is primary again goes on with all its decisions, under another term;
       its candidates are the servers that could have been primary in its place.
+    - A primary that hands the range over gives its lease up, and no grant gives it back before it
+      has heard of a newer epoch. The new primary goes on with the numbers, under the same term.
     - While fewer than `min_in_sync` configured servers hold the range, nothing more is committed.
       Reads of committed values go on, if the update log has these.
     - An update log must have a decision, too (SEMANTICS S13): it is a backup that grants no lease
@@ -65,6 +67,7 @@ class RangeLog:
         may_go_back: True while the range may be given to the former primary's update log, though
             there are no candidates.
         is_written: True if records go to the update log, which has all before them.
+        is_given_up: True if another may be primary with these records: nothing is released.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class RangeLog:
         self.may_go_back = False
         self._written: int | None = None
         self.is_written = False
+        self.is_given_up = False
 
     def inherit(self) -> None:
         """Take the backups as candidates: they were the former primary's."""
@@ -166,6 +170,12 @@ class RangeLog:
     def is_drained(self) -> bool:
         """True if every decision has been released."""
         return not self._entries
+
+    @property
+    def is_everywhere(self) -> bool:
+        """True if every backup has all that was ever decided, and all of it has been released."""
+        has_all = all(number == self.number for number in self._acked.values())
+        return has_all and not (self._entries or self._is_past)
 
     # --- decisions
 
@@ -292,7 +302,12 @@ class RangeLog:
 
     def may_serve(self, now_s: float) -> bool:
         """True while the lease holds."""
-        return self._lease.holds(self._acked, now_s)
+        return not self.is_given_up and self._lease.holds(self._acked, now_s)
+
+    def give_up(self) -> None:
+        """Give the lease up: another may be primary, before this server hears of it."""
+        self._lease.clear()
+        self.is_given_up = True
 
     # --- other configurations
 

@@ -233,7 +233,8 @@ class ParameterNode:
             lost, effects = yield from self.replicas.observing(view)
             at_once(self._doing(effects))
             error = NotOwner(f"server {self.session.node_id} is not primary any more")
-            moved = self.replicas.replication.deposed.union(lost)
+            roles = self.replicas.replication
+            moved = roles.deposed.union(lost, roles.handed_over)
             for stream in self._streams.values() if moved else ():
                 stream.give_up(moved, error)
             yield from self._serving(self.replicas.serve())
@@ -511,7 +512,7 @@ class ParameterNode:
     def _ticking(self) -> Work[None]:
         self._tick_waits = False
         if self.replicas is not None:
-            if self.replicas.replication.waits:
+            if self.replicas.replication.must_serve(self.now()):
                 yield from self._serving(self.replicas.serve())
             yield from self._doing((yield from self.replicas.going_on()))
         yield from self._carrying_out(self.machine.tick(self.now()))

@@ -315,9 +315,9 @@ class RowStore:
     def drop(self, clock: int) -> None:
         self._accumulators.pop(clock, None)
 
-    def abandon(self) -> None:
-        """Drop all accumulators."""
-        self._accumulators.clear()
+    def abandon(self, *, keeps_reduced: bool = False) -> None:
+        kept = self._accumulators.items() if keeps_reduced else ()
+        self._accumulators = defaultdict(RowAccumulator, {c: a for c, a in kept if a.is_reduced})
 
     def receiving(self, sent: SentAccumulator) -> Work[RowAccumulator]:
         """As `ShardStore.receiving`; a partition may come in several payloads. They are no pushes:

@@ -503,11 +503,13 @@ class ShardStore:
         self._block_bytes = self._counted_bytes()
         self._sums.restore(kept)
 
-    def abandon(self) -> None:
-        """Drop all accumulators, and the values kept for readers."""
-        for clock in list(self._accumulators):
-            self.drop(clock)
-        self._means_ahead.clear()
+    def abandon(self, *, keeps_reduced: bool = False) -> None:
+        """Drop all accumulators, or all that are not reduced, and the values kept for readers."""
+        for clock, each in list(self._accumulators.items()):
+            if not (keeps_reduced and each.is_reduced):
+                self.drop(clock)
+        if not keeps_reduced:
+            self._means_ahead.clear()
         self._kept.clear()
 
     def assign(

@@ -13,8 +13,8 @@ from ps_core.keys import NodeId, RangeId
 from ps_worker.window.push_window import PushWindow
 
 EPOCHS_TO_RETURN = 3
-"""A range that moves to another primary and back passes at least three epochs: the other takes it,
-adds the old one as a backup, and hands it over."""
+"""A range that its primary gave up, and that comes back to it, passes at least three epochs: a
+failover and what follows take as many, and each hand-over takes two."""
 
 _NOBODY = NodeId(0)
 

@@ -58,7 +58,12 @@ from scheduler.machine.checkpoints import UNNAMED
 from scheduler.machine.cluster import Cluster, Created, Decision
 from scheduler.machine.data_shards import DataShardsReturned, ShardLease, ShardRequest
 from scheduler.machine.kept_values import KeptElsewhere, KeptValues
-from scheduler.machine.state import TIMELINE_BYTES, RangesFailedOver, Transition
+from scheduler.machine.state import (
+    TIMELINE_BYTES,
+    RangesFailedOver,
+    RangesHandedOver,
+    Transition,
+)
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 
@@ -651,6 +656,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             log_transition(transition)
             if isinstance(transition, RangesFailedOver):
                 self._metrics.failovers.inc(len(transition.range_ids))
+            if isinstance(transition, RangesHandedOver):
+                self._metrics.hand_overs.inc(len(transition.range_ids))
             if isinstance(transition, DataShardsReturned):
                 self._metrics.data_shards.labels(event="returned").inc(transition.shard_count)
             self.checkpointing.published(transition, clock.now_s())

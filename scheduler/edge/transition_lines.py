@@ -17,6 +17,7 @@ from scheduler.machine.checkpoint_state import (
 from scheduler.machine.data_shards import DataShardsReturned
 from scheduler.machine.state import (
     BackupsSet,
+    BackupsSpared,
     ChangeCommitted,
     ChangeDecided,
     ChangeProposed,
@@ -24,12 +25,14 @@ from scheduler.machine.state import (
     ClusterFinished,
     Counts,
     DepartureAsked,
+    HandOversAdvised,
     JoinersNamed,
     NodeHeardAgain,
     NodeLeft,
     NodeRegistered,
     NodeSilent,
     RangesFailedOver,
+    RangesHandedOver,
     RangesLost,
     RangesPlaced,
     RangesUnplaced,
@@ -70,6 +73,14 @@ def log_transition(transition: Transition) -> None:
             say("ranges_lost", ranges=len(range_ids), **_named(primary))
         case RangesUnplaced(primary, range_ids):
             logs.info("ranges_unplaced", ranges=len(range_ids), **_named(primary))
+        case HandOversAdvised(counts, withdrawn_count):
+            asked = {"ranges_by_node": _shares(counts), "withdrawn": withdrawn_count}
+            logs.debug("hand_overs_advised", **asked)
+        case RangesHandedOver(primary, range_ids, counts):
+            taken = {"ranges": len(range_ids), "taken_by": _shares(counts)}
+            logs.info("ranges_handed_over", node_id=primary, **taken)
+        case BackupsSpared(counts):
+            logs.info("backups_spared", ranges_by_node=_shares(counts))
         case BackupsSet():
             _log_backups(transition)
         case JoinersNamed(named, dropped):

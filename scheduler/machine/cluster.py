@@ -14,7 +14,7 @@ Rules:
 Invariants:
     CL-1  Node ids, incarnations, table ids and ordinals are never given twice.
     CL-2  A range's assignment_epoch never goes back, and grows by one with each change of its
-          primary or its backups.
+          primary or its backups; by two with a hand-over.
     CL-3  A range that holds blocks has a primary; another only if that one was its backup.
     CL-4  No two members have one rank; ranks are below max_workers.
     CL-5  The view fits a message (`scheduler.machine.view_size`).
@@ -41,7 +41,7 @@ from scheduler.machine.adaptation import CourseRecord
 from scheduler.machine.changes import ChangeRequest, PendingProposal, TableChanges, check_workers
 from scheduler.machine.checkpoint_state import CompleteCheckpoint, WorkerClocks
 from scheduler.machine.checkpoints import CheckpointAttempts
-from scheduler.machine.configurations import Configurations
+from scheduler.machine.configurations import Configurations, HandOvers
 from scheduler.machine.data_shards import DataSet, DataShards, ShardLease, ShardRequest
 from scheduler.machine.departures import Departures
 from scheduler.machine.membership import OPERATOR, Membership
@@ -106,6 +106,7 @@ class Cluster:
         self.changes = TableChanges(self._state, describe, self._free_view_bytes)
         self._configurations = Configurations(self._state, settings.replica_count)
         self._departures = Departures(settings, self._state, self._configurations)
+        self._hand_overs = HandOvers(self._state, self._configurations, settings.lease_s)
         self.checkpoints = CheckpointAttempts(settings, self._state, self.changes, describe)
         self._tables = TableCatalogue(settings, self._state, describe, self._configurations)
         members = self._state.members
@@ -510,11 +511,13 @@ class Cluster:
     def set_backups(
         self, session: Session, backup_requests: Sequence[BackupRequest]
     ) -> Decision[tuple[RangeId, ...]]:
-        """A primary requests backups of its ranges, or reports ranges whose values it is missing.
-        The reply is the ranges whose requests are void.
+        """A primary requests backups of its ranges, hands ranges over, or reports some whose values
+        it is missing. The reply is the ranges whose requests are void.
         """
         node = self.caller(session, "SetBackups")
-        refused, transitions = self._configurations.set_backups(node.node_id, backup_requests)
+        refused, transitions = self._configurations.set_backups(
+            node.node_id, backup_requests, may_hand_over=not self._is_busy
+        )
         return Decision(refused, self._changed(*self._failed_over(transitions)))
 
     def tick(self, now_s: float) -> Decision[None]:
@@ -524,7 +527,17 @@ class Cluster:
         transitions += self.changes.propose_joins(self.settings.lease_s, now_s)
         transitions += self.members.look(now_s)
         transitions += self._configured()
+        if self.settings.replica_count > 1 and not self._state.finished:
+            transitions += self._hand_overs.look(now_s, is_busy=self._is_busy)
         return Decision(None, self._changed(*transitions))
+
+    @property
+    def _is_busy(self) -> bool:
+        """True while no range may be handed over: what is under way counts on its primary, or a
+        server is stopping.
+        """
+        state = self._state
+        return bool(state.proposals or state.checkpoint or self._departures.stopping)
 
     def _configured(self) -> list[Transition]:
         """Give ranges other primaries and backups where they need them."""

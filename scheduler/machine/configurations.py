@@ -2,12 +2,13 @@
 
     [primary, backups]  --primary silent-->       [a live backup, the others and the old primary]
                         --primary requests-->     the requested set
+                        --primary hands over-->   [the backup that it names, the others and itself]
                         --its log comes back-->   [the server that came with the log]
                         --it is missing values--> [a live backup, the others]
     no holder returns   --it has no values-->     no primary, until the next table places it anew
     too few backups     --a server is free-->     it catches up; the primary requests it afterwards
 
-Each of the first five begins the next epoch. The scheduler only decides configurations; backups
+Each of the first six begins another epoch. The scheduler only decides configurations; backups
 decide whether a primary may serve (`ps_server.replication`).
 
 Rules:
@@ -37,6 +38,12 @@ Rules:
     - A live server that a primary had left out may not reach it. Others are named before it, and
       beside it, until that primary lets it in to some range. This is a preference: a scheduler that
       starts again has forgotten it.
+    - Primaries are spread evenly again (`HandOvers`): a primary is advised to hand a range over,
+      and does so by a request. A request that cannot be granted begins another epoch all the same:
+      the primary has stopped, and goes on under that one. Where the heir is to be copied to first,
+      the range has one backup more than it needs for a time, and never one less.
+    - A hand-over takes two epochs, so that a range that comes back has passed three: the former
+      primary has given up what it had not decided (SEMANTICS S8).
 
 Invariants:
     CF-2  A primary is never its own backup, and a server that catches up is neither.
@@ -45,25 +52,53 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
-from ps_core.cluster_view import BackupRequest, Node, NodeState, RangeAssignment, Role
+from ps_core.cluster_view import (
+    HAND_OVER_FEATURE,
+    BackupRequest,
+    Node,
+    NodeState,
+    RangeAssignment,
+    Role,
+)
 from ps_core.errors import InvalidConfig, InvalidKeys, check
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId
+from scheduler.machine import placement
 from scheduler.machine.state import (
     BackupsSet,
+    BackupsSpared,
     ClusterState,
     Counts,
+    HandOversAdvised,
     JoinersNamed,
     LogSource,
     RangesFailedOver,
+    RangesHandedOver,
     RangesLost,
     RangesUnplaced,
     Transition,
     UpdateLogClaim,
 )
+
+_AT_ONCE = 4
+"""Ranges that are handed over at a time: the others go on meanwhile."""
+
+_QUIET_LEASES = 3
+"""Leases in which no server came, fell silent or caught up, before ranges are handed over."""
+
+_ADVICE_LEASES = 3
+"""Leases that a primary has to hand a range over to one of its backups."""
+
+_COPY_LEASES = 200
+"""Leases in which the heir of a range must have become a backup."""
+
+_HAND_OVER_EPOCHS = 2
+
+_REST_LEASES, _MOST_DOUBLINGS = 4, 6
+"""Leases without advice after some that was not followed; twice as many each time."""
 
 
 class Configurations:
@@ -195,12 +230,18 @@ class Configurations:
         )
 
     def set_backups(
-        self, primary: NodeId, backup_requests: Sequence[BackupRequest]
+        self,
+        primary: NodeId,
+        backup_requests: Sequence[BackupRequest],
+        *,
+        may_hand_over: bool = False,
     ) -> tuple[tuple[RangeId, ...], list[Transition]]:
         """A primary requests backups of its ranges, or another primary of ranges whose values it is
-        missing. Returns the ranges whose requests are void, and the transitions of the others.
+        missing, or that it hands over. Returns the ranges whose requests are void, and the
+        transitions of the others.
         """
         self._check(primary, backup_requests)
+        servers, heirs = _Servers(self._state), dict[RangeId, NodeId]()
         refused: list[RangeId] = []
         missing: list[RangeId] = []
         left_out: Counter[NodeId] = Counter()
@@ -215,10 +256,15 @@ class Configurations:
             if not is_present or asked.backups - {*old.backups, *old.catching_up}:
                 refused.append(asked.range_id)
                 continue
+            heir = asked.hand_over_to
+            if may_hand_over and heir is not None and self._may_take(heir, old, asked, servers):
+                self._hand_over(old, heir, servers)
+                heirs[asked.range_id] = heir
+                continue
             # A request for the present set is granted too: it voids the primary's earlier one.
             kept = asked.backups & set(old.backups)
             # More may have caught up than are missing, if one was silent for a time.
-            added = sorted(asked.backups - kept)[: max(self._backup_count - len(kept), 0)]
+            added = self._let_in(old, asked.backups - kept, len(kept))
             is_full = len(kept) + len(added) >= self._backup_count
             joining = () if is_full else tuple(n for n in old.catching_up if n not in added)
             self._commit(replace(old, backups=tuple(sorted((*kept, *added))), catching_up=joining))
@@ -229,16 +275,92 @@ class Configurations:
             let_in.update(added)
         if far or let_in:
             self._keep_apart(primary, far, let_in.keys())
-        others = {*refused, *missing}
+        others = {*refused, *missing, *heirs}
         granted = tuple(w.range_id for w in backup_requests if w.range_id not in others)
         transitions: list[Transition] = []
         if granted:
             transitions.append(BackupsSet(primary, granted, _sorted(left_out), _sorted(let_in)))
+        if heirs:
+            taken = _sorted(Counter(heirs.values()))
+            transitions.append(RangesHandedOver(primary, tuple(heirs), taken))
         if missing:
             transitions += self._passed_on(primary, missing)
             ranges = self._state.ranges
             refused += [range_id for range_id in missing if ranges[range_id].primary == primary]
         return tuple(w.range_id for w in backup_requests if w.range_id in refused), transitions
+
+    def _let_in(
+        self, old: RangeAssignment, caught_up: AbstractSet[NodeId], kept_count: int
+    ) -> list[NodeId]:
+        """The servers that become backups: as many as are missing, and the heir."""
+        heir = old.hand_over_to
+        first = [heir] if heir is not None and heir in caught_up else []
+        missing = max(self._backup_count - kept_count - len(first), 0)
+        return first + sorted(caught_up - {heir})[:missing]
+
+    # --- hand-overs
+
+    def _may_take(
+        self, heir: NodeId, old: RangeAssignment, asked: BackupRequest, servers: _Servers
+    ) -> bool:
+        """True if the heir may be primary now: it has everything, as all others have."""
+        is_same = asked.backups == set(old.backups) and not old.catching_up
+        return is_same and heir in old.backups and heir in servers.living
+
+    def _hand_over(self, old: RangeAssignment, heir: NodeId, servers: _Servers) -> None:
+        others = [node_id for node_id in old.in_sync if node_id != heir]
+        backups = sorted(others, key=servers.load)[: self._backup_count]
+        new = replace(old, primary=heir, backups=tuple(sorted(backups)))
+        servers.move(old, new)
+        self._commit(new, is_handed_over=True)
+        self._state.log_sources.pop(old.range_id, None)
+        self._state.failed_over.add(old.range_id)
+
+    def advise(self, heirs: Mapping[RangeId, NodeId | None]) -> list[Transition]:
+        """Advise primaries to hand ranges over, or not to any more (None). An heir that is no
+        backup catches up first. One that shall not any more is dropped under a new epoch.
+        """
+        named: Counter[NodeId] = Counter()
+        for range_id, heir in heirs.items():
+            old = self._state.ranges[range_id]
+            if heir is None:
+                dropped = tuple(n for n in old.catching_up if n != old.hand_over_to)
+                new = replace(old, hand_over_to=None, catching_up=dropped)
+                self._state.ranges[range_id] = new
+                if dropped != old.catching_up:
+                    self._commit(new)
+                continue
+            joining = () if heir in old.backups else (heir,)
+            self._state.ranges[range_id] = replace(old, hand_over_to=heir, catching_up=joining)
+            named[heir] += 1
+        withdrawn_count = sum(heir is None for heir in heirs.values())
+        return [HandOversAdvised(_sorted(named), withdrawn_count)] if heirs else []
+
+    def spare(self, range_ids: Iterable[RangeId]) -> list[Transition]:
+        """Leave out backups beyond those that are needed, on the servers with most ranges."""
+        servers, spared = _Servers(self._state), Counter[NodeId]()
+        for old in [self._state.ranges[range_id] for range_id in range_ids]:
+            if len(old.backups) <= self._backup_count:
+                continue
+            kept = sorted(old.backups, key=servers.load)[: self._backup_count]
+            new = replace(old, backups=tuple(sorted(kept)))
+            servers.move(old, new)
+            self._commit(new)
+            spared.update(set(old.backups) - set(kept))
+        return [BackupsSpared(_sorted(spared))] if spared else []
+
+    def is_whole(self, assignment: RangeAssignment, living: AbstractSet[NodeId]) -> bool:
+        """True if a range has all the backups that it can have, all of them live, and its primary
+        may acknowledge something.
+        """
+        needed = min(self._backup_count, len(living) - 1)
+        heir = assignment.hand_over_to
+        return (
+            0 < needed <= len(assignment.backups)
+            and not set(assignment.holders) - living
+            and not set(assignment.catching_up) - {heir}
+            and not self._is_unconfirmed(assignment.range_id)
+        )
 
     def _keep_apart(
         self, primary: NodeId, left_out: AbstractSet[NodeId], let_in: AbstractSet[NodeId]
@@ -345,6 +467,11 @@ class Configurations:
                     f"range {asked.range_id} is missing, and backups "
                     f"{sorted(asked.backups)} are wanted; expected none"
                 )
+            if asked.hand_over_to is not None and asked.hand_over_to not in asked.backups:
+                raise InvalidConfig(
+                    f"range {asked.range_id} is handed over to node {asked.hand_over_to}; expected "
+                    f"one of its backups, {sorted(asked.backups)}"
+                )
             for node_id in sorted(asked.backups):
                 self._check_backup(primary, asked.range_id, node_id)
 
@@ -389,15 +516,20 @@ class Configurations:
             for lost, ranges in taken.items()
         ]
 
-    def _commit(self, assignment: RangeAssignment) -> None:
+    def _commit(self, assignment: RangeAssignment, *, is_handed_over: bool = False) -> None:
         all_of_them = assignment.holders
         check(len(set(all_of_them)) == len(all_of_them), "CF-2", f"{all_of_them}")
         before = self._state.ranges[assignment.range_id]
-        assignment_epoch = AssignmentEpoch(assignment.assignment_epoch + 1)
+        epochs = _HAND_OVER_EPOCHS if is_handed_over else 1
+        assignment_epoch = AssignmentEpoch(assignment.assignment_epoch + epochs)
+        goes_on = is_handed_over or before.primary == assignment.primary
+        heir = assignment.hand_over_to
+        has_come = heir in assignment.backups and heir not in before.backups
         self._state.ranges[assignment.range_id] = replace(
             assignment,
             assignment_epoch=assignment_epoch,
-            term=before.term if before.primary == assignment.primary else assignment_epoch,
+            term=before.term if goes_on else assignment_epoch,
+            hand_over_to=heir if has_come else None,
             initial_holders=tuple(n for n in assignment.initial_holders if n in assignment.in_sync),
         )
 
@@ -439,6 +571,91 @@ class Configurations:
         added = [node_id for node_id in free if node_id not in far][:missing]
         missing = max(missing - len(added) - len(named & far), 0)
         return added + [node_id for node_id in free if node_id in far][:missing]
+
+
+class HandOvers:
+    """Advice to primaries, so that the primaries' bytes are spread evenly over the servers.
+
+    Nothing is advised while anything else moves: before membership has been quiet for some leases,
+    and every range with values is whole. A few ranges are handed over at a time.
+    """
+
+    def __init__(self, state: ClusterState, configurations: Configurations, lease_s: float) -> None:
+        self._state = state
+        self._configurations = configurations
+        self._lease_s = lease_s
+        self._living: set[NodeId] | None = None
+        self._quiet_s = 0.0  # from when on nothing has moved for long enough
+        self._late_s: dict[RangeId, tuple[bool, float]] = {}  # heir is a backup; until when
+        self._late_count = 0  # how often in a row advice was not followed
+        self._even_view = 0  # the view with which there was nothing to do
+
+    def look(self, now_s: float, *, is_busy: bool) -> list[Transition]:
+        """Advise what is due. To be called several times a lease.
+
+        Args:
+            is_busy: a change of a table or a checkpoint is under way, or a server is stopping.
+        """
+        living, ranges = self._configurations.living, self._state.ranges
+        advised = {r.range_id: r for r in ranges if r.hand_over_to is not None}
+        if living != self._living or not self._is_steady(living):
+            self._living, self._quiet_s = living, now_s + _QUIET_LEASES * self._lease_s
+            return self._configurations.advise(dict.fromkeys(advised))
+        late = self._late(advised.values(), now_s)
+        if late:
+            leases = _REST_LEASES << min(self._late_count, _MOST_DOUBLINGS)
+            self._late_count, self._late_s = self._late_count + 1, {}
+            self._quiet_s = now_s + leases * self._lease_s
+            return self._configurations.advise(dict.fromkeys(late))
+        if is_busy or advised or now_s < self._quiet_s:
+            return []
+        return self._next(living)
+
+    def _is_steady(self, living: set[NodeId]) -> bool:
+        held = self._state.range_bytes
+        return all(map(self._can_hand_over, living)) and all(
+            self._configurations.is_whole(r, living)
+            for r in self._state.ranges
+            if held.get(r.range_id)
+        )
+
+    def _can_hand_over(self, node_id: NodeId) -> bool:
+        """False for an older server, and for one with an update log: as primary it would serve
+        nothing before the log has all of the range.
+        """
+        registration = self._state.members[node_id].registration
+        return HAND_OVER_FEATURE in registration.features and registration.update_log is None
+
+    def _late(self, advised: Collection[RangeAssignment], now_s: float) -> list[RangeId]:
+        """Ranges whose primary has not followed its advice in time."""
+        before, self._late_s = self._late_s, {}
+        if not advised and before:
+            self._late_count = 0
+        for each in advised:
+            is_backup = each.hand_over_to in each.backups
+            leases = _ADVICE_LEASES if is_backup else _COPY_LEASES
+            until_s = is_backup, now_s + leases * self._lease_s
+            known = before.get(each.range_id, until_s)
+            self._late_s[each.range_id] = known if known[0] == is_backup else until_s
+        return [range_id for range_id, (_, until_s) in self._late_s.items() if now_s >= until_s]
+
+    def _next(self, living: set[NodeId]) -> list[Transition]:
+        state = self._state
+        if state.view_number == self._even_view:
+            return []
+        known = state.ranges, state.range_bytes, living
+        heirs = placement.hand_overs(*known, lambda each: each.backups, _AT_ONCE)
+        if heirs:
+            return self._configurations.advise(heirs)
+        transitions = self._configurations.spare(
+            r.range_id for r in state.ranges if state.range_bytes.get(r.range_id)
+        )
+        if transitions:
+            return transitions
+        heirs = placement.hand_overs(*known, lambda each: living - {*each.backups}, _AT_ONCE)
+        if not heirs:
+            self._even_view = state.view_number
+        return self._configurations.advise(heirs)
 
 
 class _Servers:

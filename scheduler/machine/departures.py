@@ -52,6 +52,7 @@ class Departures:
         self._state = state
         self._configurations = configurations
         self._rounds: dict[NodeId, _Round] = {}
+        self.stopping: set[NodeId] = set()  # that were told to stop, and asked to leave
         self._acts_on: dict[NodeId, int] = {}
 
     def held_alone(self, node_id: NodeId, doubted: Collection[NodeId] = ()) -> tuple[RangeId, ...]:
@@ -66,6 +67,7 @@ class Departures:
         """The refusal of a leave, or None; and the transition that asks for signs of life."""
         if self._settings.replica_count == 1:
             return None, []
+        self.stopping.add(node_id)
         living = self._configurations.living - {node_id}
         alone = self.held_alone(node_id)
         if alone:
@@ -91,6 +93,7 @@ class Departures:
         return self._refusal(node_id, f"waits for a sign of life of {words}"), transitions
 
     def ended(self, node_id: NodeId) -> None:
+        self.stopping.discard(node_id)
         self._rounds.pop(node_id, None)
         self._acts_on.pop(node_id, None)
 

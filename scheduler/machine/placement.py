@@ -1,12 +1,14 @@
-"""Placement of ranges on servers: greedy by bytes.
+"""Placement of ranges on servers: greedy by bytes; and the hand-overs that spread them again.
 
 Rules:
-    - A range is placed when the first table puts a block into it, and placement never moves it:
-      ranges cannot be transferred, so a moved range would lose its values.
+    - A range is placed when the first table puts a block into it, and placement never moves it.
     - The heaviest range goes first, to the server that holds the fewest bytes; ties go to the
       server with the fewest ranges, then to the lowest node id. (Longest processing time first: at
       most 4/3 of the best possible maximum, Graham 1969; here ranges of one table differ by about a
       block, so it is far closer.)
+    - A range is handed over only if its new primary then has no more bytes than the former one has
+      left. So the sum of the squares of these bytes shrinks with each hand-over, and they end.
+      Servers that differ by a tenth of their mean, or less, are even.
 
 Invariants:
     PL-1  Every range that holds bytes has exactly one server, one of `servers` or its former one.
@@ -17,10 +19,11 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 
 from ps_core import limits
+from ps_core.cluster_view import RangeAssignment
 from ps_core.errors import check
 from ps_core.keys import NodeId, RangeId, slot_of_ordinal
 from ps_core.tables.table import Table
@@ -95,3 +98,42 @@ def place(
         held_bytes[node_id] += range_bytes[range_id]
         held_count[node_id] += 1
     return placed
+
+
+def hand_overs(
+    ranges: Iterable[RangeAssignment],
+    range_bytes: Mapping[RangeId, int],
+    servers: Iterable[NodeId],
+    heirs_of: Callable[[RangeAssignment], Collection[NodeId]],
+    most: int,
+) -> dict[RangeId, NodeId]:
+    """The next hand-overs, `most` at most, that spread the bytes of primaries over the servers:
+    heirs by range. `heirs_of`: the servers that may take a range.
+    """
+    held = dict.fromkeys(sorted(servers), 0)
+    given = [r for r in ranges if r.primary in held and range_bytes.get(r.range_id)]
+    for each in given:
+        if each.primary is not None:
+            held[each.primary] += range_bytes[each.range_id]
+    found: dict[RangeId, NodeId] = {}
+    while len(found) < most:
+        spread = max(held.values(), default=0) - min(held.values(), default=0)
+        if 10 * spread * len(held) <= sum(held.values()):
+            break
+        choices = [
+            (held[each.primary] - held[heir], range_bytes[each.range_id], -each.range_id, -heir)
+            for each in given
+            if each.range_id not in found and 2 * range_bytes[each.range_id] <= spread
+            if each.primary is not None
+            for heir in heirs_of(each)
+            if heir in held and 2 * range_bytes[each.range_id] <= held[each.primary] - held[heir]
+        ]
+        if not choices:
+            break
+        _, moved_bytes, range_id, heir = max(choices)
+        (former,) = [each.primary for each in given if each.range_id == -range_id]
+        found[RangeId(-range_id)] = NodeId(-heir)
+        held[NodeId(-heir)] += moved_bytes
+        if former is not None:
+            held[former] -= moved_bytes
+    return found

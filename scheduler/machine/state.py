@@ -483,6 +483,34 @@ class RangesUnplaced:
 
 
 @dataclass(frozen=True, slots=True)
+class HandOversAdvised:
+    """Primaries are asked to hand ranges over, or not to any more; `counts` has the ranges of each
+    server that is to take some.
+    """
+
+    counts: Counts
+    withdrawn_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RangesHandedOver:
+    """A primary handed ranges over; `counts` has the ranges of each server that took some."""
+
+    primary: NodeId
+    range_ids: tuple[RangeId, ...]
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class BackupsSpared:
+    """Ranges with more backups than they need have fewer; `counts` has the ranges of each server
+    that is none any more.
+    """
+
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
 class BackupsSet:
     """A primary got the backups that it requested; `left_out` and `let_in` count ranges."""
 
@@ -579,6 +607,9 @@ Transition = (
     | RangesFailedOver
     | RangesLost
     | RangesUnplaced
+    | HandOversAdvised
+    | RangesHandedOver
+    | BackupsSpared
     | BackupsSet
     | JoinersNamed
     | DepartureAsked

@@ -70,7 +70,7 @@ def run_bytes(run: Run) -> int:
 
 def fixed_bytes(cluster_id: str, range_count: int, replica_count: int) -> int:
     """Most bytes of a view without its nodes and tables."""
-    range_bytes = 8 * _FIELD_BYTES
+    range_bytes = 9 * _FIELD_BYTES
     range_bytes += _LENGTH_BYTES + replica_count * _NODE_ID_BYTES  # holders since the placement
     if replica_count > 1:  # backups and servers that catch up: at most twice the backups
         range_bytes += 2 * _LENGTH_BYTES + 2 * (replica_count - 1) * _NODE_ID_BYTES

@@ -14,6 +14,12 @@ from tests.sim.test_departures import (
 from tests.sim.test_disagreements import DisagreeingSimulation
 from tests.sim.test_effects import EffectSimulation
 from tests.sim.test_failover import FailoverSimulation
+from tests.sim.test_hand_overs import (
+    HandOverDepartureSimulation,
+    HandOverReplacementSimulation,
+    HandOverRestartSimulation,
+    HandOverSimulation,
+)
 from tests.sim.test_lanes import LaneSimulation
 from tests.sim.test_late_tables import LateTableSimulation
 from tests.sim.test_loads import LoadSimulation
@@ -58,6 +64,10 @@ KINDS: dict[str, type[Simulation]] = {
     "crashes": CrashSimulation,
     "newcomers": NewcomerSimulation,
     "failover": FailoverSimulation,
+    "handovers": HandOverSimulation,
+    "handovers-replacements": HandOverReplacementSimulation,
+    "handovers-starts": HandOverRestartSimulation,
+    "handovers-departures": HandOverDepartureSimulation,
     "away": AwaySimulation,
     "starts": RestartSimulation,
     "starts-more": LongRestartSimulation,
@@ -104,6 +114,10 @@ SHARES = {
     "crashes": 5,
     "newcomers": 5,
     "failover": 1,
+    "handovers": 2,
+    "handovers-replacements": 10,
+    "handovers-starts": 10,
+    "handovers-departures": 10,
     "away": 2,
     "starts": 3,
     "starts-more": 10,

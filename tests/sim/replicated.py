@@ -93,7 +93,7 @@ class ReplicatedServer(SimServer):
         self.queues: PeerQueues[object] = PeerQueues()
         self.links: dict[NodeId, SimLink] = {}
         self._waits_since_s: dict[RangeId, float] = {}
-        self._terms: dict[RangeId, int] = {}  # in which it has begun to serve
+        self._begun: dict[RangeId, tuple[object, int]] = {}  # primaries and terms that were served
         super().__init__(world, node_id, worker_count, settings)
         self._replicate(place.min_in_sync)
 
@@ -217,12 +217,25 @@ class ReplicatedServer(SimServer):
         for range_id in lost:
             self._forget(range_id)
         self._lost(lost)
+        self._hand_over()
         self._send_all(self.pacing.renewed())
         waiting, self._at_next_view = self._at_next_view, []
         for action in waiting:
             self.world.after(0.0, action)
         at_once(self._doing(effects))
         yield from self._serving()
+
+    def _hand_over(self) -> None:
+        """It backs up from now on what it was primary of: what it has not decided is gone."""
+        handed_over = self.replication.handed_over
+        self.world.counts["ranges handed over"] += len(handed_over)
+        self.output.forget(handed_over)
+        self.numbers.shards.forget_undecided(handed_over)
+        for key in [k for k in self.sums if k[1] in handed_over and k not in self.reduced]:
+            del self.sums[key]
+        for table, block, reader in list(self.given) if handed_over else ():
+            if self.table(table).range_of_block(block, self._range_count) in handed_over:
+                del self.given[table, block, reader]
 
     def _check_log(self) -> None:
         """As `ReplicatedRanges`: it may have failed."""
@@ -265,10 +278,11 @@ class ReplicatedServer(SimServer):
 
     def _begin(self, range_id: RangeId) -> None:
         """The first moment at which it could show something of the range."""
-        log = self.replication.primaries[range_id].log
-        is_new = self._terms.get(range_id) != log.term
+        primary = self.replication.primaries[range_id]
+        log, known = primary.log, self._begun.get(range_id)
+        is_new = known is None or known[0] is not primary or known[1] != log.term
         if is_new and log.is_confirmed and log.may_serve(self.now_s):
-            self._terms[range_id] = log.term
+            self._begun[range_id] = primary, log.term
             self.world.counts["ranges taken over"] += self.world.now_s > 0
             self._check_stepped(range_id)
             self.watch.begins(self, range_id)
@@ -338,6 +352,8 @@ class ReplicatedServer(SimServer):
 
     def _keep_up(self, now_s: float) -> None:
         """As `ReplicatedRanges.keep_up`, whatever is under way."""
+        if self.replication.awaits_grants or self.replication.can_hand_over:
+            self.pacing.hurry()
         again = self.pacing.late(now_s)
         self.world.counts["sent again when late"] += len(again)
         self._send_all(again)
@@ -352,7 +368,7 @@ class ReplicatedServer(SimServer):
 
     def _ticking(self) -> Work[None]:
         self._tick_waits = False
-        if self.replication.waits:
+        if self.replication.must_serve(self.now_s):
             yield from self._serving()
         yield from self._giving_snapshots()
         yield from self._looking()
@@ -636,7 +652,8 @@ class ReplicatedServer(SimServer):
                 self.replication.acked(sender, message, now_s)
                 self._release([message.range_id])
             case Grant():
-                self.replication.granted(sender, message, now_s)
+                first = self.replication.granted(sender, message, now_s)
+                self._send_all(self.pacing.first_granted(sender, first) if first else ())
                 self._release(message.range_ids)
 
     def _handle(self, stream: Stream, work: Work[object]) -> None:

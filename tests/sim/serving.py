@@ -97,7 +97,10 @@ class Watch:
         """The server serves the range from now on."""
         term = server.replication.primaries[range_id].log.term
         before = self._newest.get(range_id, (0, server.node_id))
-        assert term > before[0], f"G2: term {term} of range {range_id} after {before}"
+        is_handed_over = term == before[0] and server.node_id != before[1]
+        assert term > before[0] or is_handed_over, (
+            f"G2: term {term} of range {range_id} after {before}"
+        )
         self._newest[range_id] = term, server.node_id
         for other in self._servers.values():
             primary = other.replication.primaries.get(range_id)

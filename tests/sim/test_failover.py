@@ -12,6 +12,7 @@ from typing import ClassVar
 import pytest
 
 from ps_core.cluster_view import (
+    HAND_OVER_FEATURE,
     BackupRequest,
     ClusterView,
     RangeAssignment,
@@ -23,11 +24,15 @@ from ps_core.keys import Incarnation, NodeId, RangeId
 from ps_core.sliced_work import at_once
 from ps_server.ranges.range_copy import ShardCopy, WorkerFacts, copying
 from scheduler.machine.cluster import Decision
+from scheduler.machine.placement import hand_overs
 from scheduler.machine.state import (
     BackupsSet,
+    BackupsSpared,
     ClusterSettings,
+    HandOversAdvised,
     NodeSilent,
     RangesFailedOver,
+    RangesHandedOver,
     RangesLost,
     Registration,
     Transition,
@@ -42,8 +47,9 @@ from tests.sim.serving import Watch
 from tests.sim.test_simulation import WORKERS, run_seeds
 from tests.sim.worker_views import WorkerViews
 
-QUIET_S = 90.0
-"""In which backups catch up and the dead are declared gone, once all is calm."""
+QUIET_S = 180.0
+"""In which backups catch up, the dead are declared gone and primaries are spread evenly, once all
+is calm."""
 
 LIVELY_S = 75.0
 """In which every worker gets further, once all is calm: so long may a change wait for a server."""
@@ -180,6 +186,7 @@ class FailoverSimulation(ScheduledSimulation):
             Role.SERVER,
             self.newcomer_address(number),
             kernel_fingerprint="sim",
+            features=(HAND_OVER_FEATURE,),
         )
         self._refuse_other_kernels(asking)
         self._reach(lambda: self.join(self.scheduler.register(asking, self.world.now_s)))
@@ -303,6 +310,10 @@ class FailoverSimulation(ScheduledSimulation):
                 self.world.say(f"range {range_id}: {ranges[range_id]}")
             counts["reconfigured"] += len(transition.range_ids)
             counts["failovers"] += isinstance(transition, RangesFailedOver)
+        if isinstance(transition, RangesHandedOver):
+            counts["hand-overs"] += len(transition.range_ids)
+        counts["hand-overs advised"] += isinstance(transition, HandOversAdvised)
+        counts["backups spared"] += isinstance(transition, BackupsSpared)
         if isinstance(transition, BackupsSet):
             self.watch.configured(transition.range_ids)
         if isinstance(transition, RangesLost):
@@ -381,6 +392,9 @@ class FailoverSimulation(ScheduledSimulation):
 
     def _check_end(self) -> None:
         self.calamities.calm()
+        self.change_every_s = (
+            self.world.now_s + 1e6
+        )  # while a table changes no range is handed over
         settled = self.world.run(self._is_quiet, self.world.now_s + QUIET_S)
         assert settled, f"LIVE: the backups never caught up: {self.scheduler.view.ranges}"
         for server in self.servers.values():
@@ -401,7 +415,21 @@ class FailoverSimulation(ScheduledSimulation):
             and all(s.view_number == view.view_number for s in self.living)
             and all(s.is_settled and not s.asked for s in self.living)
             and self._are_declared_gone()
+            and self.is_even()
         )
+
+    def is_even(self) -> bool:
+        """Whether nothing is left to hand over (S9). Servers with update logs never do, nor
+        does anybody while a checkpoint waits for a worker, which may take an hour.
+        """
+        state, view = self.scheduler._state, self.scheduler.view
+        if state.checkpoint is not None:
+            return True
+        living = view.living_servers
+        logs = (state.members[node_id].registration.update_log for node_id in living)
+        known = view.ranges, state.range_bytes, living
+        more = hand_overs(*known, lambda _: living, 1)
+        return any(logs) or not (more or any(r.hand_over_to for r in view.ranges))
 
     def _stands(self, assignment: RangeAssignment) -> bool:
         """Whether its primary serves the range, and as many as should have it live and have it:

@@ -179,8 +179,8 @@ class AwaySimulation(FailoverSimulation):
         if any(self._behind(server, view) for server in self.living):
             return False
         held_up = (s.replication for s in self.living)
-        if any(each.waits or each.has_unconfirmed for each in held_up):  # it waits for who is away
-            return False
+        if any(each.waits or each.has_unconfirmed or each.is_handing_over for each in held_up):
+            return False  # it waits for who is away
         for worker in self.workers:
             if worker.layout.epoch != self.layout.epoch:
                 return False

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ps_core.cluster_view import ClusterView, Role, Session
+from ps_core.cluster_view import HAND_OVER_FEATURE, ClusterView, Role, Session
 from ps_core.errors import Recovering
 from ps_core.keys import TableId
 from scheduler.journal import records
@@ -235,6 +235,7 @@ class RestartSimulation(AwaySimulation, ReplacementSimulation):
             Role.SERVER,
             self.newcomer_address(number),
             kernel_fingerprint="sim",
+            features=(HAND_OVER_FEATURE,),
         )
         self._admitted(asking, self.join)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from ps_core.cluster_view import Role, Session
+from ps_core.cluster_view import HAND_OVER_FEATURE, Role, Session
 from ps_core.consistency import Consistency, StalePolicy, parsed
 from ps_core.keys import Incarnation, NodeId, TableId
 from ps_core.tables.elements import DType, Initializer, InitializerKind
@@ -214,7 +214,7 @@ class Simulation:
             role,
             f"sim:{1000 + index}" if role is Role.SERVER else "",
             kernel_fingerprint="sim" if role is Role.SERVER else "",
-            features=(CHECKPOINTS_FEATURE,),
+            features=(HAND_OVER_FEATURE if role is Role.SERVER else CHECKPOINTS_FEATURE,),
         )
 
     def settings(self) -> ClusterSettings:

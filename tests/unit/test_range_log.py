@@ -148,14 +148,14 @@ def test_a_deposed_primary_is_not_followed() -> None:
     assert not replica.follows(record(1))
     assert replica.follows(record(1, epoch=3))
     assert not replica.follows(record(1, epoch=4, term=4)), "its numbers mean other records"
-    replica.promote(AssignmentEpoch(4))
+    replica.promote(AssignmentEpoch(4), AssignmentEpoch(4))
     assert not replica.follows(record(1, epoch=4))
 
 
 def test_one_that_is_promoted_grants_no_more_and_waits_its_last_grant_out() -> None:
     replica = Replica(RANGE, EPOCH, LEASE_S, EPOCH)
     assert replica.beat(EPOCH, 10.0)
-    replica.promote(AssignmentEpoch(3))
+    replica.promote(AssignmentEpoch(3), AssignmentEpoch(3))
     assert not replica.beat(AssignmentEpoch(3), 11.0)
     assert replica.serves_s == 10.0 + LEASE_S * (1.0 + MAX_DRIFT)
 

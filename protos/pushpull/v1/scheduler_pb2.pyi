@@ -360,16 +360,18 @@ class PromiseChangeResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class BackupRequest(_message.Message):
-    __slots__ = ("range_id", "assignment_epoch", "backup_node_ids", "is_missing")
+    __slots__ = ("range_id", "assignment_epoch", "backup_node_ids", "is_missing", "hand_over_to_node_id")
     RANGE_ID_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     BACKUP_NODE_IDS_FIELD_NUMBER: _ClassVar[int]
     IS_MISSING_FIELD_NUMBER: _ClassVar[int]
+    HAND_OVER_TO_NODE_ID_FIELD_NUMBER: _ClassVar[int]
     range_id: int
     assignment_epoch: int
     backup_node_ids: _containers.RepeatedScalarFieldContainer[int]
     is_missing: bool
-    def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., backup_node_ids: _Optional[_Iterable[int]] = ..., is_missing: _Optional[bool] = ...) -> None: ...
+    hand_over_to_node_id: int
+    def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., backup_node_ids: _Optional[_Iterable[int]] = ..., is_missing: _Optional[bool] = ..., hand_over_to_node_id: _Optional[int] = ...) -> None: ...
 
 class SetBackupsRequest(_message.Message):
     __slots__ = ("session", "requests")

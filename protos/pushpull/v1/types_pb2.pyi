@@ -493,7 +493,7 @@ class ScheduledChange(_message.Message):
     def __init__(self, number: _Optional[int] = ..., after_clock: _Optional[int] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., join: _Optional[_Union[WorkerJoin, _Mapping]] = ..., checkpoint: _Optional[int] = ..., is_decided: _Optional[bool] = ...) -> None: ...
 
 class RangeAssignment(_message.Message):
-    __slots__ = ("range_id", "begin_slot", "end_slot", "assignment_epoch", "primary_node_id", "backup_node_ids", "catching_up_node_ids", "initial_holder_node_ids", "lost", "term", "placed_epoch")
+    __slots__ = ("range_id", "begin_slot", "end_slot", "assignment_epoch", "primary_node_id", "backup_node_ids", "catching_up_node_ids", "initial_holder_node_ids", "lost", "term", "placed_epoch", "hand_over_to_node_id")
     RANGE_ID_FIELD_NUMBER: _ClassVar[int]
     BEGIN_SLOT_FIELD_NUMBER: _ClassVar[int]
     END_SLOT_FIELD_NUMBER: _ClassVar[int]
@@ -505,6 +505,7 @@ class RangeAssignment(_message.Message):
     LOST_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     PLACED_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HAND_OVER_TO_NODE_ID_FIELD_NUMBER: _ClassVar[int]
     range_id: int
     begin_slot: int
     end_slot: int
@@ -516,7 +517,8 @@ class RangeAssignment(_message.Message):
     lost: bool
     term: int
     placed_epoch: int
-    def __init__(self, range_id: _Optional[int] = ..., begin_slot: _Optional[int] = ..., end_slot: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., primary_node_id: _Optional[int] = ..., backup_node_ids: _Optional[_Iterable[int]] = ..., catching_up_node_ids: _Optional[_Iterable[int]] = ..., initial_holder_node_ids: _Optional[_Iterable[int]] = ..., lost: _Optional[bool] = ..., term: _Optional[int] = ..., placed_epoch: _Optional[int] = ...) -> None: ...
+    hand_over_to_node_id: int
+    def __init__(self, range_id: _Optional[int] = ..., begin_slot: _Optional[int] = ..., end_slot: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., primary_node_id: _Optional[int] = ..., backup_node_ids: _Optional[_Iterable[int]] = ..., catching_up_node_ids: _Optional[_Iterable[int]] = ..., initial_holder_node_ids: _Optional[_Iterable[int]] = ..., lost: _Optional[bool] = ..., term: _Optional[int] = ..., placed_epoch: _Optional[int] = ..., hand_over_to_node_id: _Optional[int] = ...) -> None: ...
 
 class Node(_message.Message):
     __slots__ = ("node_id", "incarnation", "role", "rank", "address", "state", "silence_ms", "run")

@@ -1,0 +1,309 @@
+"""Primaries are spread evenly again: which ranges are handed over, when, and to whom (S9)."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from ps_core.cluster_view import HAND_OVER_FEATURE, BackupRequest, RangeAssignment, Role, Session
+from ps_core.consistency import parsed
+from ps_core.errors import InvalidConfig
+from ps_core.keys import AssignmentEpoch, NodeId, RangeId, key_ranges
+from scheduler.machine.changes import ChangeRequest
+from scheduler.machine.placement import hand_overs
+from scheduler.machine.state import HandOversAdvised, RangesHandedOver, UpdateLogClaim
+from tests.unit.cluster_harness import SPEC, Harness, refused
+
+FEATURES = (HAND_OVER_FEATURE,)
+LEASES_S = 15.0
+"""Longer than it must be quiet before a range is handed over."""
+
+
+class Cluster(Harness):
+    """Servers that hand over what they are advised to, at once, and copy to whoever joins."""
+
+    def __init__(self, server_count: int = 2, replica_count: int = 2, **fields: object) -> None:
+        super().__init__(server_count=server_count, replica_count=replica_count, range_count=8)
+        self.fields = {"features": FEATURES} | fields
+        self.servers = [self.come() for _ in range(server_count)]
+        self.worker = self.join(Role.WORKER)
+        self.create(self.worker)
+        self.obeys = self.hands_over = True
+
+    def come(self) -> Session:
+        return self.join(Role.SERVER, **self.fields)
+
+    @property
+    def ranges(self) -> tuple[RangeAssignment, ...]:
+        return self.cluster.view.ranges
+
+    @property
+    def advised(self) -> list[RangeAssignment]:
+        return [r for r in self.ranges if r.hand_over_to is not None]
+
+    def counts(self) -> list[int]:
+        """Ranges of each server as primary."""
+        primaries = Counter(r.primary for r in self.ranges)
+        return [primaries[session.node_id] for session in self.servers]
+
+    def ask(self, *requests: BackupRequest) -> tuple[RangeId, ...]:
+        """The primary of the first of these ranges asks."""
+        primary = self.ranges[requests[0].range_id].primary
+        (session,) = [s for s in self.servers if s.node_id == primary]
+        decision = self.cluster.set_backups(session, requests)
+        self.transitions += decision.transitions
+        return decision.reply
+
+    def go_on(self, seconds: float) -> None:
+        """Time goes by, and the servers do as they are advised."""
+        for _ in range(int(seconds * 2)):
+            before = self.ranges
+            self.pass_time(0.5, *self.servers, self.worker)
+            for each in self.ranges if self.obeys else ():
+                self.obey(each)
+            for old, new in zip(before, self.ranges, strict=True):
+                assert len(new.in_sync) >= min(len(old.in_sync), 2)
+
+    def obey(self, each: RangeAssignment) -> None:
+        if each.catching_up:
+            self.ask(let_in(each))
+        elif each.hand_over_to in each.backups and self.hands_over:
+            self.ask(handed_over(each))
+
+
+def let_in(each: RangeAssignment) -> BackupRequest:
+    backups = frozenset((*each.backups, *each.catching_up))
+    return BackupRequest(each.range_id, each.assignment_epoch, backups)
+
+
+def handed_over(each: RangeAssignment, heir: NodeId | None = None) -> BackupRequest:
+    heir = each.hand_over_to if heir is None else heir
+    backups = frozenset(each.backups)
+    return BackupRequest(each.range_id, each.assignment_epoch, backups, hand_over_to=heir)
+
+
+def uneven() -> Cluster:
+    """Another server has come: it has nothing."""
+    cluster = Cluster()
+    cluster.servers.append(cluster.come())
+    cluster.transitions.clear()
+    return cluster
+
+
+def piled_up() -> Cluster:
+    """One of two servers was away: the other has become primary of all ranges, and let it in."""
+    cluster = Cluster()
+    cluster.pass_time(10.0, cluster.servers[1], cluster.worker)
+    assert cluster.counts() == [0, 8]
+    alone = [BackupRequest(r.range_id, r.assignment_epoch, frozenset()) for r in cluster.ranges]
+    cluster.ask(*alone)
+    return cluster
+
+
+def test_who_comes_is_copied_to_and_then_takes_its_share() -> None:
+    """No range has fewer copies meanwhile, and in the end none has more than it needs."""
+    cluster = uneven()
+    assert cluster.counts() == [4, 4, 0]
+    cluster.go_on(60.0)
+    assert sorted(cluster.counts()) == [2, 3, 3]
+    assert all(len(r.backups) == 1 and not r.catching_up for r in cluster.ranges)
+    cluster.transitions.clear()
+    cluster.go_on(60.0)
+    assert cluster.transitions == []
+
+
+def test_a_backup_takes_ranges_where_its_primary_has_too_many() -> None:
+    """After a failover, when the one that was away is back and has caught up."""
+    cluster = piled_up()
+    cluster.go_on(60.0)
+    assert cluster.counts() == [4, 4]
+    assert all(len(r.in_sync) == 2 for r in cluster.ranges)
+
+
+def test_a_hand_over_keeps_the_term_and_takes_two_epochs() -> None:
+    """CL-2. Records keep their numbers; with the epoch by which a range comes back, three pass."""
+    cluster = uneven()
+    cluster.obeys = False
+    (before, *_) = cluster.ranges
+    (heir,) = before.backups
+    cluster.ask(handed_over(before, heir))
+    after = cluster.ranges[before.range_id]
+    assert (after.primary, after.backups) == (heir, (before.primary,))
+    assert after.assignment_epoch == before.assignment_epoch + 2
+    assert after.term == before.term
+    assert after.initial_holders == before.initial_holders
+    (told,) = [t for t in cluster.transitions if isinstance(t, RangesHandedOver)]
+    assert (told.primary, told.counts) == (before.primary, ((heir, 1),))
+
+
+def test_what_is_not_granted_begins_another_epoch_all_the_same() -> None:
+    """The primary has stopped, and goes on only then; asked for the epoch before, it is void."""
+    cluster = uneven()
+    before = cluster.ranges[0]
+    (heir,) = before.backups
+    cluster.pass_time(10.0, *(s for s in cluster.servers if s.node_id != heir), cluster.worker)
+    assert cluster.ranges[0].primary == before.primary
+    now = cluster.ranges[0]
+    assert cluster.ask(handed_over(now, heir)) == ()
+    after = cluster.ranges[0]
+    assert (after.primary, after.backups) == (now.primary, now.backups)
+    assert after.assignment_epoch == now.assignment_epoch + 1
+    assert cluster.ask(handed_over(now, heir)) == (now.range_id,)
+
+
+def test_a_range_is_handed_over_to_one_of_its_backups() -> None:
+    cluster = uneven()
+    stranger = cluster.servers[2].node_id
+    wanted = handed_over(cluster.ranges[0], stranger)
+    refused(
+        InvalidConfig, "expected one of its backups", by=lambda: cluster.ask(wanted), of=cluster
+    )
+
+
+def test_nothing_is_advised_before_it_has_been_quiet_for_some_leases() -> None:
+    cluster = uneven()
+    cluster.obeys = False
+    cluster.go_on(8.0)
+    assert cluster.advised == []
+    cluster.servers.append(cluster.come())
+    cluster.go_on(8.0)
+    assert cluster.advised == []
+    cluster.go_on(2.0)
+    assert 0 < len(cluster.advised) <= 4
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"features": ()}, {"update_log": UpdateLogClaim(b"a" * 16)}],
+    ids=["older server", "update log"],
+)
+def test_nothing_is_advised_where_a_server_cannot(fields: dict[str, object]) -> None:
+    """A view changes as seldom as before: nothing is tried again and again."""
+    cluster = uneven()
+    cluster.fields = {"features": FEATURES} | fields
+    cluster.servers.append(cluster.come())
+    number = cluster.cluster.view.view_number
+    cluster.go_on(60.0)
+    assert cluster.counts()[:2] == [4, 4]
+    assert cluster.cluster.view.view_number == number
+
+
+def test_nothing_is_advised_nor_granted_while_a_table_changes() -> None:
+    cluster = uneven()
+    change = ChangeRequest(SPEC.name, parsed("ssp:2"), 0, cluster.now_s + 1000.0)
+    cluster.cluster.set_consistency(cluster.worker, change, cluster.now_s)
+    cluster.go_on(LEASES_S)
+    assert cluster.advised == []
+    before = cluster.ranges[0]
+    cluster.ask(handed_over(before, before.backups[0]))
+    assert cluster.ranges[0].primary == before.primary
+
+
+def test_nothing_is_advised_while_a_server_is_stopping() -> None:
+    cluster = uneven()
+    asked = cluster.cluster.refusal_to_leave(cluster.servers[0], cluster.now_s)
+    assert asked.reply is not None
+    cluster.go_on(LEASES_S)
+    assert cluster.advised == []
+
+
+def test_who_does_not_follow_advice_is_left_alone_for_some_leases() -> None:
+    """So the view does not change for ever, whatever keeps a primary from it."""
+    cluster = piled_up()
+    cluster.hands_over = False
+    cluster.go_on(30.0)
+    cluster.transitions.clear()
+    cluster.go_on(300.0)
+    advised = [t for t in cluster.transitions if isinstance(t, HandOversAdvised)]
+    assert 6 <= len(advised) <= 12
+    assert [t.withdrawn_count for t in advised[-2:]] in ([0, 4], [4, 0])
+    assert cluster.counts() == [0, 8]
+
+
+def test_advice_ends_when_a_server_falls_silent_and_its_heir_is_dropped() -> None:
+    cluster = uneven()
+    cluster.obeys = False
+    cluster.go_on(LEASES_S)
+    advised = cluster.advised
+    assert all(r.catching_up == (r.hand_over_to,) for r in advised)
+    silent, *others = cluster.servers
+    cluster.pass_time(5.0, *others, cluster.worker)
+    assert cluster.advised == []
+    for before in advised:
+        now = cluster.ranges[before.range_id]
+        assert now.catching_up == () or before.primary == silent.node_id
+        assert now.assignment_epoch > before.assignment_epoch
+
+
+def test_advice_and_its_end_outlive_the_scheduler() -> None:
+    cluster = uneven()
+    cluster.obeys = False
+    cluster.go_on(LEASES_S)
+    advised = cluster.advised
+    cluster.start_again()
+    assert cluster.advised == advised
+    cluster.obeys = True
+    cluster.go_on(90.0)
+    assert sorted(cluster.counts()) == [2, 3, 3]
+
+
+def _spread(draw: random.Random) -> tuple[list[RangeAssignment], dict[RangeId, int], list[NodeId]]:
+    servers = [NodeId(n) for n in range(1, draw.randint(2, 6) + 1)]
+    count = draw.choice((1, 8, 64))
+    ranges = []
+    for index, slots in enumerate(key_ranges(count)):
+        primary, *backups = draw.sample(servers, min(len(servers), draw.randint(2, 3)))
+        epoch = AssignmentEpoch(2)
+        ranges.append(RangeAssignment(RangeId(index), slots, epoch, primary, tuple(backups)))
+    sizes = draw.choice(((100,), (0, 1, 1000), range(1, 500)))
+    return ranges, {r.range_id: draw.choice(sizes) for r in ranges}, servers
+
+
+def _moved(
+    ranges: Iterable[RangeAssignment], heirs: dict[RangeId, NodeId]
+) -> list[RangeAssignment]:
+    return [replace(r, primary=heirs.get(r.range_id, r.primary)) for r in ranges]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_from_every_spread_the_hand_overs_end(seed: int) -> None:
+    """Each makes the sum of the squares of the primaries' bytes smaller, so none is undone."""
+    ranges, sizes, servers = _spread(random.Random(seed))
+
+    def squares() -> int:
+        held = Counter[NodeId]()
+        for each in ranges:
+            held[each.in_sync[0]] += sizes[each.range_id]
+        return sum(count * count for count in held.values())
+
+    before = squares()
+    for _ in range(200):
+        heirs = hand_overs(ranges, sizes, servers, lambda _: servers, 4)
+        if not heirs:
+            break
+        assert len(heirs) <= 4
+        ranges = _moved(ranges, heirs)
+        assert squares() < before
+        before = squares()
+    else:
+        raise AssertionError("it goes on for ever")
+    held = Counter(dict.fromkeys(servers, 0))
+    for each in ranges:
+        held[each.in_sync[0]] += sizes[each.range_id]
+    if len(set(sizes.values())) == 1 and len(ranges) >= 64:
+        spread = max(held.values()) - min(held.values())
+        assert spread <= max(2 * 100, sum(held.values()) / len(servers) / 10)
+
+
+def test_empty_ranges_and_those_of_nobody_stay() -> None:
+    (first, second) = key_ranges(2)
+    epoch, servers = AssignmentEpoch(2), [NodeId(1), NodeId(2)]
+    ranges = [
+        RangeAssignment(RangeId(0), first, epoch, None),
+        RangeAssignment(RangeId(1), second, epoch, NodeId(1), (NodeId(2),)),
+    ]
+    assert hand_overs(ranges, {RangeId(0): 5}, servers, lambda _: servers, 4) == {}
