@@ -446,8 +446,9 @@ class _Membership:
             await asyncio.to_thread(write_ready_file, *where)
 
     def _say_if_ready(self, view: ClusterView) -> None:
-        """Set the server ready when it is catching up with no range."""
-        count = sum(self._link.session.node_id in r.catching_up for r in view.ranges)
+        """Set the server ready when it is catching up with no range that waits for that."""
+        node_id = self._link.session.node_id
+        count = sum(node_id in r.catching_up and node_id != r.hand_over_to for r in view.ranges)
         if not self._stop.done():
             reason = f"{count} ranges are being brought up to date here" if count else ""
             self._server.set_unready(reason)

@@ -286,7 +286,7 @@ class ReplicatedRanges:
 
     def released(self, range_ids: Iterable[RangeId]) -> list[CommittedEffect]:
         """Held effects of these ranges that may be carried out now. A range that is stopped may
-        have nothing more to release: then the scheduler is asked for its heir.
+        have nothing more to release: then the scheduler is asked for its target.
         """
         committed = self.output.release(self._now(), range_ids)
         if self.replication.can_hand_over:

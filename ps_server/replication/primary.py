@@ -16,9 +16,9 @@ Rules:
       steps go on; the scheduler is asked for it when it has all that anybody may have seen.
     - Until the scheduler has answered, with the requested set or another, both sets count.
     - A primary that is advised to hand its range over stops: it takes nothing and shows no reads.
-      As soon as every backup has all that was decided, it gives its lease up and requests the heir
-      as primary. From then on only a newer epoch ends that: the request may have been granted. If
-      it cannot request it within a moment, it goes on, until it is advised anew.
+      As soon as every backup has all that was decided, it gives its lease up and requests that the
+      target is primary. From then on only a newer epoch ends that: the request may have been
+      granted. If it cannot request it within a moment, it goes on, until it is advised anew.
 
 Invariants:
     PR-1  A server that was asked for counts until the epoch ends.
@@ -84,7 +84,7 @@ class Primary:
         self._asked: frozenset[NodeId] | None = None
         self._in_question: frozenset[NodeId] = frozenset()
         self._advised: tuple[AssignmentEpoch, NodeId] | None = None
-        self._heir: NodeId | None = None  # it has stopped, to hand the range over
+        self._target: NodeId | None = None  # it has stopped, to hand the range over
         self._stopped_s = 0.0
         self._unheard: set[NodeId] = set()
 
@@ -125,13 +125,13 @@ class Primary:
 
     def take_advice(self, assignment: RangeAssignment, now_s: float) -> None:
         """Stop, if a view newly advises to hand the range over; go on if it does not any more."""
-        heir, before = assignment.hand_over_to, self._advised
-        self._advised = None if heir is None else (assignment.assignment_epoch, heir)
+        target, before = assignment.hand_over_to, self._advised
+        self._advised = None if target is None else (assignment.assignment_epoch, target)
         if self._advised == before or self.log.is_given_up:
             return
         self.go_on()
-        if heir in self._configured and self._may_stop:
-            self._heir, self._stopped_s = heir, now_s
+        if target in self._configured and self._may_stop:
+            self._target, self._stopped_s = target, now_s
 
     @property
     def _may_stop(self) -> bool:
@@ -144,7 +144,7 @@ class Primary:
     @property
     def is_stopped(self) -> bool:
         """True while the range is about to be handed over, or may have been."""
-        return self._heir is not None
+        return self._target is not None
 
     @property
     def can_hand_over(self) -> bool:
@@ -162,7 +162,7 @@ class Primary:
         return now_s - self._stopped_s
 
     def go_on(self) -> None:
-        self._heir, self.log.is_given_up = None, False
+        self._target, self.log.is_given_up = None, False
 
     def await_grants(self) -> None:
         """The range was handed over to this server: the others may not have heard of it."""
@@ -350,7 +350,7 @@ class Primary:
             self.log.give_up()
         log = self.log
         return BackupRequest(
-            log.range_id, log.assignment_epoch, self._configured, hand_over_to=self._heir
+            log.range_id, log.assignment_epoch, self._configured, hand_over_to=self._target
         )
 
     def _stuck(self, now_s: float) -> set[NodeId]:

@@ -5,7 +5,7 @@
        +------ another is primary <--the new one serves-- suspended <--deposed--------+
                                                              +------primary again-----^
     primary --advised to hand over--> stopped --the scheduler has granted it--> backup
-       ^                                 +-- the heir, a backup, is primary at once
+       ^                                 +-- the target, a backup, is primary at once
        +--it cannot, or another epoch----+
 
 Rules:
@@ -168,9 +168,10 @@ class Replication:
                 del self.replicas[range_id]
                 lost.append(range_id)
         effects += yield from self._stopping()
-        gone = given_up.union(self.handed_over)
-        if gone:
-            effects += yield from self._machine.giving_up(gone)
+        if given_up:
+            effects += yield from self._machine.giving_up(given_up)
+        if self.handed_over:
+            effects += yield from self._machine.giving_up(self.handed_over)
         if self.deposed - given_up:
             effects += yield from self._machine.suspending(self.deposed - given_up)
         return lost, effects
@@ -252,7 +253,7 @@ class Replication:
 
     @property
     def can_hand_over(self) -> bool:
-        """True if the scheduler can be asked for the heir of some range."""
+        """True if the scheduler can be asked for the target of some range."""
         return any(self.primaries[r].can_hand_over for r in self._stopped & self.primaries.keys())
 
     @property

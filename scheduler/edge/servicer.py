@@ -51,19 +51,14 @@ from scheduler.edge.requests import (
     table_request_of,
     table_request_reader,
 )
-from scheduler.edge.transition_lines import log_transition
+from scheduler.edge.transition_lines import count_transition, log_transition
 from scheduler.machine.changes import ChangeRequest, Outcome, Withdrawn
 from scheduler.machine.checkpoint_schedule import CheckpointPolicy
 from scheduler.machine.checkpoints import UNNAMED
 from scheduler.machine.cluster import Cluster, Created, Decision
-from scheduler.machine.data_shards import DataShardsReturned, ShardLease, ShardRequest
+from scheduler.machine.data_shards import ShardLease, ShardRequest
 from scheduler.machine.kept_values import KeptElsewhere, KeptValues
-from scheduler.machine.state import (
-    TIMELINE_BYTES,
-    RangesFailedOver,
-    RangesHandedOver,
-    Transition,
-)
+from scheduler.machine.state import TIMELINE_BYTES, Transition
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 
@@ -654,12 +649,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.checkpointing.served()
         for transition in transitions:
             log_transition(transition)
-            if isinstance(transition, RangesFailedOver):
-                self._metrics.failovers.inc(len(transition.range_ids))
-            if isinstance(transition, RangesHandedOver):
-                self._metrics.hand_overs.inc(len(transition.range_ids))
-            if isinstance(transition, DataShardsReturned):
-                self._metrics.data_shards.labels(event="returned").inc(transition.shard_count)
+            count_transition(transition, self._metrics)
             self.checkpointing.published(transition, clock.now_s())
         self._view_message = wire.view_to_proto(view)
         self._run_messages: dict[str, types_pb2.ClusterView] = {}
@@ -696,7 +686,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 gauge.set(counts[role, state])
         replica_count = self._cluster.settings.replica_count
         missing = Counter(
-            replica_count - view.in_sync_count(assignment)
+            max(0, replica_count - view.in_sync_count(assignment))
             for assignment in view.ranges
             if assignment.primary is not None
         )

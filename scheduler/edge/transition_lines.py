@@ -1,4 +1,4 @@
-"""One log line for each transition of the cluster."""
+"""One log line for each transition of the cluster, and the counts of some."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from ps_core.change import TableChange
 from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.tables.table import Table
 from ps_runtime.observe import logs
+from ps_runtime.observe.metrics import SchedulerMetrics
 from scheduler.machine.checkpoint_state import (
     CheckpointBegunAgain,
     CheckpointCut,
@@ -73,14 +74,8 @@ def log_transition(transition: Transition) -> None:
             say("ranges_lost", ranges=len(range_ids), **_named(primary))
         case RangesUnplaced(primary, range_ids):
             logs.info("ranges_unplaced", ranges=len(range_ids), **_named(primary))
-        case HandOversAdvised(counts, withdrawn_count):
-            asked = {"ranges_by_node": _shares(counts), "withdrawn": withdrawn_count}
-            logs.debug("hand_overs_advised", **asked)
-        case RangesHandedOver(primary, range_ids, counts):
-            taken = {"ranges": len(range_ids), "taken_by": _shares(counts)}
-            logs.info("ranges_handed_over", node_id=primary, **taken)
-        case BackupsSpared(counts):
-            logs.info("backups_spared", ranges_by_node=_shares(counts))
+        case HandOversAdvised() | RangesHandedOver() | BackupsSpared():
+            _log_hand_overs(transition)
         case BackupsSet():
             _log_backups(transition)
         case JoinersNamed(named, dropped):
@@ -125,6 +120,16 @@ def log_transition(transition: Transition) -> None:
             logs.info("cluster_finished", reason="all workers have left or are gone")
 
 
+def count_transition(transition: Transition, metrics: SchedulerMetrics) -> None:
+    match transition:
+        case RangesFailedOver(_, range_ids):
+            metrics.failovers.inc(len(range_ids))
+        case RangesHandedOver(_, range_ids):
+            metrics.hand_overs.inc(len(range_ids))
+        case DataShardsReturned():
+            metrics.data_shards.labels(event="returned").inc(transition.shard_count)
+
+
 def _log_unneeded(unneeded: CheckpointUnneeded) -> None:
     logs.info("checkpoint_unneeded", number=unneeded.number, no_step_since=unneeded.source)
     if unneeded.changed:
@@ -147,6 +152,17 @@ def _log_table(table: Table) -> None:
         optimizer=table.spec.optimizer.label,
         consistency=str(table.spec.consistency),
     )
+
+
+def _log_hand_overs(transition: HandOversAdvised | RangesHandedOver | BackupsSpared) -> None:
+    shares = _shares(transition.counts)
+    match transition:
+        case HandOversAdvised(_, withdrawn_count):
+            logs.debug("hand_overs_advised", ranges_by_node=shares, withdrawn=withdrawn_count)
+        case RangesHandedOver(primary, range_ids):
+            logs.info("ranges_handed_over", node_id=primary, ranges=len(range_ids), taken_by=shares)
+        case BackupsSpared():
+            logs.info("backups_spared", ranges_by_node=shares)
 
 
 def _log_backups(transition: BackupsSet) -> None:

@@ -40,8 +40,8 @@ Rules:
       starts again has forgotten it.
     - Primaries are spread evenly again (`HandOvers`): a primary is advised to hand a range over,
       and does so by a request. A request that cannot be granted begins another epoch all the same:
-      the primary has stopped, and goes on under that one. Where the heir is to be copied to first,
-      the range has one backup more than it needs for a time, and never one less.
+      the primary has stopped, and goes on under that one. Where the target is to be copied to
+      first, the range has one backup more than it needs for a time, and never one less.
     - A hand-over takes two epochs, so that a range that comes back has passed three: the former
       primary has given up what it had not decided (SEMANTICS S8).
 
@@ -93,7 +93,7 @@ _ADVICE_LEASES = 3
 """Leases that a primary has to hand a range over to one of its backups."""
 
 _COPY_LEASES = 200
-"""Leases in which the heir of a range must have become a backup."""
+"""Leases in which the target of a range must have become a backup."""
 
 _HAND_OVER_EPOCHS = 2
 
@@ -241,7 +241,7 @@ class Configurations:
         transitions of the others.
         """
         self._check(primary, backup_requests)
-        servers, heirs = _Servers(self._state), dict[RangeId, NodeId]()
+        servers, targets = _Servers(self._state), dict[RangeId, NodeId]()
         refused: list[RangeId] = []
         missing: list[RangeId] = []
         left_out: Counter[NodeId] = Counter()
@@ -256,10 +256,10 @@ class Configurations:
             if not is_present or asked.backups - {*old.backups, *old.catching_up}:
                 refused.append(asked.range_id)
                 continue
-            heir = asked.hand_over_to
-            if may_hand_over and heir is not None and self._may_take(heir, old, asked, servers):
-                self._hand_over(old, heir, servers)
-                heirs[asked.range_id] = heir
+            target = asked.hand_over_to
+            if may_hand_over and target is not None and self._may_take(target, old, asked, servers):
+                self._hand_over(old, target, servers)
+                targets[asked.range_id] = target
                 continue
             # A request for the present set is granted too: it voids the primary's earlier one.
             kept = asked.backups & set(old.backups)
@@ -275,14 +275,14 @@ class Configurations:
             let_in.update(added)
         if far or let_in:
             self._keep_apart(primary, far, let_in.keys())
-        others = {*refused, *missing, *heirs}
+        others = {*refused, *missing, *targets}
         granted = tuple(w.range_id for w in backup_requests if w.range_id not in others)
         transitions: list[Transition] = []
         if granted:
             transitions.append(BackupsSet(primary, granted, _sorted(left_out), _sorted(let_in)))
-        if heirs:
-            taken = _sorted(Counter(heirs.values()))
-            transitions.append(RangesHandedOver(primary, tuple(heirs), taken))
+        if targets:
+            taken = _sorted(Counter(targets.values()))
+            transitions.append(RangesHandedOver(primary, tuple(targets), taken))
         if missing:
             transitions += self._passed_on(primary, missing)
             ranges = self._state.ranges
@@ -292,49 +292,49 @@ class Configurations:
     def _let_in(
         self, old: RangeAssignment, caught_up: AbstractSet[NodeId], kept_count: int
     ) -> list[NodeId]:
-        """The servers that become backups: as many as are missing, and the heir."""
-        heir = old.hand_over_to
-        first = [heir] if heir is not None and heir in caught_up else []
+        """The servers that become backups: as many as are missing, and the target."""
+        target = old.hand_over_to
+        first = [target] if target is not None and target in caught_up else []
         missing = max(self._backup_count - kept_count - len(first), 0)
-        return first + sorted(caught_up - {heir})[:missing]
+        return first + sorted(caught_up - {target})[:missing]
 
     # --- hand-overs
 
     def _may_take(
-        self, heir: NodeId, old: RangeAssignment, asked: BackupRequest, servers: _Servers
+        self, target: NodeId, old: RangeAssignment, asked: BackupRequest, servers: _Servers
     ) -> bool:
-        """True if the heir may be primary now: it has everything, as all others have."""
+        """True if the target may be primary now: it has everything, as all others have."""
         is_same = asked.backups == set(old.backups) and not old.catching_up
-        return is_same and heir in old.backups and heir in servers.living
+        return is_same and target in old.backups and target in servers.living
 
-    def _hand_over(self, old: RangeAssignment, heir: NodeId, servers: _Servers) -> None:
-        others = [node_id for node_id in old.in_sync if node_id != heir]
+    def _hand_over(self, old: RangeAssignment, target: NodeId, servers: _Servers) -> None:
+        others = [node_id for node_id in old.in_sync if node_id != target]
         backups = sorted(others, key=servers.load)[: self._backup_count]
-        new = replace(old, primary=heir, backups=tuple(sorted(backups)))
+        new = replace(old, primary=target, backups=tuple(sorted(backups)))
         servers.move(old, new)
         self._commit(new, is_handed_over=True)
         self._state.log_sources.pop(old.range_id, None)
         self._state.failed_over.add(old.range_id)
 
-    def advise(self, heirs: Mapping[RangeId, NodeId | None]) -> list[Transition]:
-        """Advise primaries to hand ranges over, or not to any more (None). An heir that is no
+    def advise(self, targets: Mapping[RangeId, NodeId | None]) -> list[Transition]:
+        """Advise primaries to hand ranges over, or not to any more (None). A target that is no
         backup catches up first. One that shall not any more is dropped under a new epoch.
         """
         named: Counter[NodeId] = Counter()
-        for range_id, heir in heirs.items():
+        for range_id, target in targets.items():
             old = self._state.ranges[range_id]
-            if heir is None:
+            if target is None:
                 dropped = tuple(n for n in old.catching_up if n != old.hand_over_to)
                 new = replace(old, hand_over_to=None, catching_up=dropped)
                 self._state.ranges[range_id] = new
                 if dropped != old.catching_up:
                     self._commit(new)
                 continue
-            joining = () if heir in old.backups else (heir,)
-            self._state.ranges[range_id] = replace(old, hand_over_to=heir, catching_up=joining)
-            named[heir] += 1
-        withdrawn_count = sum(heir is None for heir in heirs.values())
-        return [HandOversAdvised(_sorted(named), withdrawn_count)] if heirs else []
+            joining = () if target in old.backups else (target,)
+            self._state.ranges[range_id] = replace(old, hand_over_to=target, catching_up=joining)
+            named[target] += 1
+        withdrawn_count = sum(target is None for target in targets.values())
+        return [HandOversAdvised(_sorted(named), withdrawn_count)] if targets else []
 
     def spare(self, range_ids: Iterable[RangeId]) -> list[Transition]:
         """Leave out backups beyond those that are needed, on the servers with most ranges."""
@@ -354,11 +354,11 @@ class Configurations:
         may acknowledge something.
         """
         needed = min(self._backup_count, len(living) - 1)
-        heir = assignment.hand_over_to
+        target = assignment.hand_over_to
         return (
             0 < needed <= len(assignment.backups)
             and not set(assignment.holders) - living
-            and not set(assignment.catching_up) - {heir}
+            and not set(assignment.catching_up) - {target}
             and not self._is_unconfirmed(assignment.range_id)
         )
 
@@ -523,13 +523,13 @@ class Configurations:
         epochs = _HAND_OVER_EPOCHS if is_handed_over else 1
         assignment_epoch = AssignmentEpoch(assignment.assignment_epoch + epochs)
         goes_on = is_handed_over or before.primary == assignment.primary
-        heir = assignment.hand_over_to
-        has_come = heir in assignment.backups and heir not in before.backups
+        target = assignment.hand_over_to
+        has_come = target in assignment.backups and target not in before.backups
         self._state.ranges[assignment.range_id] = replace(
             assignment,
             assignment_epoch=assignment_epoch,
             term=before.term if goes_on else assignment_epoch,
-            hand_over_to=heir if has_come else None,
+            hand_over_to=target if has_come else None,
             initial_holders=tuple(n for n in assignment.initial_holders if n in assignment.in_sync),
         )
 
@@ -586,7 +586,7 @@ class HandOvers:
         self._lease_s = lease_s
         self._living: set[NodeId] | None = None
         self._quiet_s = 0.0  # from when on nothing has moved for long enough
-        self._late_s: dict[RangeId, tuple[bool, float]] = {}  # heir is a backup; until when
+        self._late_s: dict[RangeId, tuple[bool, float]] = {}  # target is a backup; until when
         self._late_count = 0  # how often in a row advice was not followed
         self._even_view = 0  # the view with which there was nothing to do
 
@@ -644,18 +644,18 @@ class HandOvers:
         if state.view_number == self._even_view:
             return []
         known = state.ranges, state.range_bytes, living
-        heirs = placement.hand_overs(*known, lambda each: each.backups, _AT_ONCE)
-        if heirs:
-            return self._configurations.advise(heirs)
+        targets = placement.hand_overs(*known, lambda each: each.backups, _AT_ONCE)
+        if targets:
+            return self._configurations.advise(targets)
         transitions = self._configurations.spare(
             r.range_id for r in state.ranges if state.range_bytes.get(r.range_id)
         )
         if transitions:
             return transitions
-        heirs = placement.hand_overs(*known, lambda each: living - {*each.backups}, _AT_ONCE)
-        if not heirs:
+        targets = placement.hand_overs(*known, lambda each: living - {*each.backups}, _AT_ONCE)
+        if not targets:
             self._even_view = state.view_number
-        return self._configurations.advise(heirs)
+        return self._configurations.advise(targets)
 
 
 class _Servers:

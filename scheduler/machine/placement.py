@@ -104,11 +104,11 @@ def hand_overs(
     ranges: Iterable[RangeAssignment],
     range_bytes: Mapping[RangeId, int],
     servers: Iterable[NodeId],
-    heirs_of: Callable[[RangeAssignment], Collection[NodeId]],
+    targets_of: Callable[[RangeAssignment], Collection[NodeId]],
     most: int,
 ) -> dict[RangeId, NodeId]:
     """The next hand-overs, `most` at most, that spread the bytes of primaries over the servers:
-    heirs by range. `heirs_of`: the servers that may take a range.
+    targets by range. `targets_of`: the servers that may take a range.
     """
     held = dict.fromkeys(sorted(servers), 0)
     given = [r for r in ranges if r.primary in held and range_bytes.get(r.range_id)]
@@ -121,19 +121,20 @@ def hand_overs(
         if 10 * spread * len(held) <= sum(held.values()):
             break
         choices = [
-            (held[each.primary] - held[heir], range_bytes[each.range_id], -each.range_id, -heir)
+            (held[each.primary] - held[target], range_bytes[each.range_id], -each.range_id, -target)
             for each in given
             if each.range_id not in found and 2 * range_bytes[each.range_id] <= spread
             if each.primary is not None
-            for heir in heirs_of(each)
-            if heir in held and 2 * range_bytes[each.range_id] <= held[each.primary] - held[heir]
+            for target in targets_of(each)
+            if target in held
+            and 2 * range_bytes[each.range_id] <= held[each.primary] - held[target]
         ]
         if not choices:
             break
-        _, moved_bytes, range_id, heir = max(choices)
+        _, moved_bytes, range_id, target = max(choices)
         (former,) = [each.primary for each in given if each.range_id == -range_id]
-        found[RangeId(-range_id)] = NodeId(-heir)
-        held[NodeId(-heir)] += moved_bytes
+        found[RangeId(-range_id)] = NodeId(-target)
+        held[NodeId(-target)] += moved_bytes
         if former is not None:
             held[former] -= moved_bytes
     return found

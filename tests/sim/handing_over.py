@@ -1,6 +1,6 @@
 """Ranges that are handed over, and what befalls those who take part, at each step (S9).
 
-    advised --seen--> stopped --drained--> asked --granted--> seen by the heir, and by the former
+    advised --seen--> stopped --drained--> asked --granted--> seen by the target, and by the former
 
 More servers come than there are at first: they have nothing, so that primaries are spread unevenly.
 Whoever takes part is killed, paused or cut off a moment after a hand-over is advised or granted:
@@ -65,10 +65,10 @@ class HandingOver(FailoverSimulation):
         ranges = self.scheduler.view.ranges
         if isinstance(transition, HandOversAdvised):
             advised = {(r.range_id, r.hand_over_to) for r in ranges if r.hand_over_to is not None}
-            for range_id, heir in sorted(advised - self._advised):
-                is_copied = heir not in ranges[range_id].backups
+            for range_id, target in sorted(advised - self._advised):
+                is_copied = target not in ranges[range_id].backups
                 self.world.counts["hand-overs to who is copied to first"] += is_copied
-                self._may_befall(ranges[range_id], (ranges[range_id].primary, heir))
+                self._may_befall(ranges[range_id], (ranges[range_id].primary, target))
             self._advised = advised
         if isinstance(transition, RangesHandedOver):
             for range_id in transition.range_ids:
@@ -84,7 +84,7 @@ class HandingOver(FailoverSimulation):
             return
         self._strikes_left -= 1
         others = sorted({*assignment.in_sync} - set(both))
-        roles = [("former", both[0]), ("heir", both[1])]
+        roles = [("former", both[0]), ("target", both[1])]
         role, victim = fates.choice([*roles, *(("other", each) for each in others[:1])])
         strike = fates.choice((self._kill_one, self._pause_one, self._cut_off_one, self._deafen))
         moment_s = fates.choice(MOMENTS_S) * fates.random()

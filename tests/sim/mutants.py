@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tests.sim.departure_mutants import DEPARTURE_MUTANTS
 from tests.sim.edit_mutants import EDIT_MUTANTS
+from tests.sim.hand_over_mutants import HAND_OVER_MUTANTS
 from tests.sim.held_mutants import HELD_MUTANTS
 from tests.sim.journal_mutants import JOURNAL_MUTANTS
 from tests.sim.log_mutants import LOG_MUTANTS
@@ -466,6 +467,7 @@ _ONE_TABLE = (
 MUTANTS = (
     _ONE_TABLE
     + REPLICATION_MUTANTS
+    + HAND_OVER_MUTANTS
     + LOG_MUTANTS
     + REPLACEMENT_MUTANTS
     + RESTORE_MUTANTS

@@ -423,6 +423,8 @@ class FailoverSimulation(ScheduledSimulation):
         does anybody while a checkpoint waits for a worker, which may take an hour.
         """
         state, view = self.scheduler._state, self.scheduler.view
+        if any(s.replication.is_handing_over for s in self.living):
+            return False
         if state.checkpoint is not None:
             return True
         living = view.living_servers
@@ -443,7 +445,7 @@ class FailoverSimulation(ScheduledSimulation):
             and not any(holder.is_dead for holder in holders)
             and serving is not None
             and serving.log.is_confirmed
-            and all(  # one that was deposed is suspended until its heir has left it out (S8)
+            and all(  # one that was deposed is suspended until its target has left it out (S8)
                 range_id in self.servers[backup].replication.replicas
                 for backup in assignment.backups
             )

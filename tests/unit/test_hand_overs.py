@@ -80,10 +80,10 @@ def let_in(each: RangeAssignment) -> BackupRequest:
     return BackupRequest(each.range_id, each.assignment_epoch, backups)
 
 
-def handed_over(each: RangeAssignment, heir: NodeId | None = None) -> BackupRequest:
-    heir = each.hand_over_to if heir is None else heir
+def handed_over(each: RangeAssignment, target: NodeId | None = None) -> BackupRequest:
+    target = each.hand_over_to if target is None else target
     backups = frozenset(each.backups)
-    return BackupRequest(each.range_id, each.assignment_epoch, backups, hand_over_to=heir)
+    return BackupRequest(each.range_id, each.assignment_epoch, backups, hand_over_to=target)
 
 
 def uneven() -> Cluster:
@@ -129,30 +129,30 @@ def test_a_hand_over_keeps_the_term_and_takes_two_epochs() -> None:
     cluster = uneven()
     cluster.obeys = False
     (before, *_) = cluster.ranges
-    (heir,) = before.backups
-    cluster.ask(handed_over(before, heir))
+    (target,) = before.backups
+    cluster.ask(handed_over(before, target))
     after = cluster.ranges[before.range_id]
-    assert (after.primary, after.backups) == (heir, (before.primary,))
+    assert (after.primary, after.backups) == (target, (before.primary,))
     assert after.assignment_epoch == before.assignment_epoch + 2
     assert after.term == before.term
     assert after.initial_holders == before.initial_holders
     (told,) = [t for t in cluster.transitions if isinstance(t, RangesHandedOver)]
-    assert (told.primary, told.counts) == (before.primary, ((heir, 1),))
+    assert (told.primary, told.counts) == (before.primary, ((target, 1),))
 
 
 def test_what_is_not_granted_begins_another_epoch_all_the_same() -> None:
     """The primary has stopped, and goes on only then; asked for the epoch before, it is void."""
     cluster = uneven()
     before = cluster.ranges[0]
-    (heir,) = before.backups
-    cluster.pass_time(10.0, *(s for s in cluster.servers if s.node_id != heir), cluster.worker)
+    (target,) = before.backups
+    cluster.pass_time(10.0, *(s for s in cluster.servers if s.node_id != target), cluster.worker)
     assert cluster.ranges[0].primary == before.primary
     now = cluster.ranges[0]
-    assert cluster.ask(handed_over(now, heir)) == ()
+    assert cluster.ask(handed_over(now, target)) == ()
     after = cluster.ranges[0]
     assert (after.primary, after.backups) == (now.primary, now.backups)
     assert after.assignment_epoch == now.assignment_epoch + 1
-    assert cluster.ask(handed_over(now, heir)) == (now.range_id,)
+    assert cluster.ask(handed_over(now, target)) == (now.range_id,)
 
 
 def test_a_range_is_handed_over_to_one_of_its_backups() -> None:
@@ -224,7 +224,7 @@ def test_who_does_not_follow_advice_is_left_alone_for_some_leases() -> None:
     assert cluster.counts() == [0, 8]
 
 
-def test_advice_ends_when_a_server_falls_silent_and_its_heir_is_dropped() -> None:
+def test_advice_ends_when_a_server_falls_silent_and_its_target_is_dropped() -> None:
     cluster = uneven()
     cluster.obeys = False
     cluster.go_on(LEASES_S)
@@ -264,9 +264,9 @@ def _spread(draw: random.Random) -> tuple[list[RangeAssignment], dict[RangeId, i
 
 
 def _moved(
-    ranges: Iterable[RangeAssignment], heirs: dict[RangeId, NodeId]
+    ranges: Iterable[RangeAssignment], targets: dict[RangeId, NodeId]
 ) -> list[RangeAssignment]:
-    return [replace(r, primary=heirs.get(r.range_id, r.primary)) for r in ranges]
+    return [replace(r, primary=targets.get(r.range_id, r.primary)) for r in ranges]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -282,11 +282,11 @@ def test_from_every_spread_the_hand_overs_end(seed: int) -> None:
 
     before = squares()
     for _ in range(200):
-        heirs = hand_overs(ranges, sizes, servers, lambda _: servers, 4)
-        if not heirs:
+        targets = hand_overs(ranges, sizes, servers, lambda _: servers, 4)
+        if not targets:
             break
-        assert len(heirs) <= 4
-        ranges = _moved(ranges, heirs)
+        assert len(targets) <= 4
+        ranges = _moved(ranges, targets)
         assert squares() < before
         before = squares()
     else:

@@ -16,7 +16,7 @@ from ps_server.replication.range_roles import PLACED_EPOCH, Replication
 from tests.unit.machine_harness import make_table
 from tests.unit.test_replication import LEASE_S, delta
 
-ME, HEIR, OTHER = NodeId(1), NodeId(2), NodeId(3)
+ME, TARGET, OTHER = NodeId(1), NodeId(2), NodeId(3)
 RANGE, TABLE = RangeId(0), TableId(1)
 NOW_S = 50.0
 
@@ -25,17 +25,17 @@ def seen(
     epoch: int,
     primary: NodeId,
     *backups: NodeId,
-    heir: NodeId | None = None,
+    target: NodeId | None = None,
     term: int = PLACED_EPOCH,
 ) -> ClusterView:
     """A view, numbered as the range's epoch times ten."""
     (slots,) = key_ranges(1)
     assignment = RangeAssignment(
         RANGE, slots, AssignmentEpoch(epoch), primary, backups,
-        initial_holders=(ME, HEIR, OTHER), term=AssignmentEpoch(term),
-        placed_epoch=PLACED_EPOCH, hand_over_to=heir,
+        initial_holders=(ME, TARGET, OTHER), term=AssignmentEpoch(term),
+        placed_epoch=PLACED_EPOCH, hand_over_to=target,
     )  # fmt: skip
-    number = 10 * epoch + (heir is not None)
+    number = 10 * epoch + (target is not None)
     return ClusterView(number, "c", 1, 3, (), (assignment,), (make_table(),))
 
 
@@ -45,7 +45,7 @@ class Server:
     def __init__(self, node_id: NodeId) -> None:
         self.machine = ServerMachine(node_id, 1)
         self.replication = Replication(node_id, self.machine, LEASE_S)
-        self.see(seen(PLACED_EPOCH, ME, HEIR, OTHER))
+        self.see(seen(PLACED_EPOCH, ME, TARGET, OTHER))
 
     def see(self, view: ClusterView, now_s: float = NOW_S) -> list[object]:
         _, effects = self.replication.observe(view, now_s)
@@ -76,15 +76,15 @@ class Server:
         return self.replication.backup_requests(now_s)
 
 
-ADVISED = seen(PLACED_EPOCH, ME, HEIR, OTHER, heir=HEIR)
-ASKED = BackupRequest(RANGE, PLACED_EPOCH, frozenset((HEIR, OTHER)), hand_over_to=HEIR)
+ADVISED = seen(PLACED_EPOCH, ME, TARGET, OTHER, target=TARGET)
+ASKED = BackupRequest(RANGE, PLACED_EPOCH, frozenset((TARGET, OTHER)), hand_over_to=TARGET)
 
 
 @pytest.fixture
 def former() -> Server:
     """It has a decision on its way, and is advised to hand the range over."""
     server = Server(ME)
-    server.grant(HEIR, OTHER)
+    server.grant(TARGET, OTHER)
     server.decide("an answer")
     server.see(ADVISED)
     return server
@@ -97,7 +97,7 @@ def test_who_is_advised_takes_nothing_more_and_asks_when_all_have_everything(
     assert former.machine.assignment_epoch(RANGE) == 0
     assert former.machine.shards == {}
     assert former.asks() == []
-    former.ack(1, HEIR)
+    former.ack(1, TARGET)
     assert former.asks() == []
     former.ack(1, OTHER)
     assert former.asks() == []
@@ -105,33 +105,44 @@ def test_who_is_advised_takes_nothing_more_and_asks_when_all_have_everything(
     assert former.asks() == [ASKED]
 
 
+def test_what_came_without_a_record_is_not_handed_over_to_who_has_no_copy_of_it() -> None:
+    """PR-3. Nothing waits, and the others' newest record is of before."""
+    server = Server(ME)
+    server.grant(TARGET, OTHER)
+    server.replication.primaries[RANGE].log.begin_anew()
+    server.see(ADVISED)
+    assert server.asks() == []
+    server.ack(1, TARGET, OTHER)
+    assert server.asks() == [ASKED]
+
+
 def test_who_has_asked_releases_nothing_whoever_grants_it(former: Server) -> None:
     """The request may have been granted: PR-3."""
-    former.ack(1, HEIR, OTHER)
+    former.ack(1, TARGET, OTHER)
     former.release()
     former.asks()
     former.replication.primaries[RANGE].log.follow(["a read"])
-    former.grant(HEIR, OTHER)
+    former.grant(TARGET, OTHER)
     assert former.release() == []
     later_s = NOW_S + 100 * LEASE_S
-    former.grant(HEIR, OTHER, now_s=later_s)
+    former.grant(TARGET, OTHER, now_s=later_s)
     assert former.serve(later_s).primary is None
     assert former.asks(later_s) == [ASKED]
-    former.see(seen(PLACED_EPOCH, ME, HEIR, OTHER), later_s)  # no more advice; it has asked
+    former.see(seen(PLACED_EPOCH, ME, TARGET, OTHER), later_s)  # no more advice; it has asked
     assert former.asks(later_s) == [ASKED]
     assert former.release(later_s) == []
 
 
 def test_a_newer_epoch_ends_that(former: Server) -> None:
-    former.ack(1, HEIR, OTHER)
+    former.ack(1, TARGET, OTHER)
     former.release()
     former.asks()
-    former.see(seen(3, ME, HEIR, OTHER))
+    former.see(seen(3, ME, TARGET, OTHER))
     assert former.machine.assignment_epoch(RANGE) == 3
     assert len(former.machine.shards) == 1
     former.decide("another")
-    former.grant(HEIR, OTHER)
-    former.ack(2, HEIR, OTHER)
+    former.grant(TARGET, OTHER)
+    former.ack(2, TARGET, OTHER)
     assert former.release() == ["another"]
 
 
@@ -142,17 +153,17 @@ def test_who_cannot_hand_over_in_time_goes_on_until_it_is_advised_anew(former: S
     assert former.replication.must_serve(late_s)
     assert former.serve(late_s).primary == ME
     assert len(former.machine.shards) == 1
-    former.ack(1, HEIR, OTHER)
+    former.ack(1, TARGET, OTHER)
     former.release(late_s)
     former.see(replace(ADVISED, view_number=30), late_s)
     assert former.asks(late_s) == []
-    former.see(replace(seen(PLACED_EPOCH, ME, HEIR, OTHER), view_number=31), late_s)
+    former.see(replace(seen(PLACED_EPOCH, ME, TARGET, OTHER), view_number=31), late_s)
     former.see(replace(ADVISED, view_number=32), late_s)
     assert former.asks(late_s) == [ASKED]
 
 
 def test_advice_that_ends_before_it_has_asked_ends_the_stop(former: Server) -> None:
-    former.see(replace(seen(PLACED_EPOCH, ME, HEIR, OTHER), view_number=30))
+    former.see(replace(seen(PLACED_EPOCH, ME, TARGET, OTHER), view_number=30))
     assert former.serve().primary == ME
     assert not former.replication.is_handing_over
 
@@ -168,10 +179,10 @@ def test_reads_that_wait_are_refused() -> None:
 
 def test_who_has_handed_over_backs_the_range_up_with_what_it_has(former: Server) -> None:
     """It follows the new primary's first record, under the same term, and grants it the lease."""
-    former.ack(1, HEIR, OTHER)
+    former.ack(1, TARGET, OTHER)
     former.release()
     former.asks()
-    former.see(seen(4, HEIR, ME, OTHER))
+    former.see(seen(4, TARGET, ME, OTHER))
     assert former.replication.handed_over == {RANGE: 0.0}
     assert (former.replication.primaries, former.replication.suspended) == ({}, {})
     assert former.machine.suspended == {}
@@ -186,65 +197,65 @@ def test_a_failover_meanwhile_is_one(former: Server, backups: tuple[NodeId, ...]
     """The scheduler had not got the request: who is in its place may lack nothing, and has a term
     of its own.
     """
-    former.ack(1, HEIR, OTHER)
+    former.ack(1, TARGET, OTHER)
     former.release()
     former.asks()
-    former.see(seen(3, HEIR, *backups, term=3))
+    former.see(seen(3, TARGET, *backups, term=3))
     assert former.replication.handed_over == {}
     assert set(former.replication.suspended) == ({RANGE} if ME in backups else set())
     if ME in backups:
-        former.see(seen(4, ME, HEIR, OTHER, term=4))
+        former.see(seen(4, ME, TARGET, OTHER, term=4))
         assert len(former.machine.shards) == 1
-        assert former.replication.primaries[RANGE].log.candidates == {HEIR, OTHER}
+        assert former.replication.primaries[RANGE].log.candidates == {TARGET, OTHER}
 
 
-def test_the_heir_serves_at_once_and_goes_on_with_the_numbers() -> None:
+def test_the_target_serves_at_once_and_goes_on_with_the_numbers() -> None:
     """It waits out no lease that it granted, and leaves nobody out: all have the same records."""
-    heir = Server(HEIR)
+    target = Server(TARGET)
     for number in (1, 2):
         record = LogRecord(RANGE, PLACED_EPOCH, PLACED_EPOCH, number, TABLE, delta(), ())
-        assert heir.replication.take(record, _copy)[0]
-    heir.replication.beat(Beat(NOW_S, ((RANGE, PLACED_EPOCH),)), NOW_S)
-    heir.see(seen(4, HEIR, ME, OTHER))
-    assert heir.serve().primary == HEIR
-    log = heir.replication.primaries[RANGE].log
+        assert target.replication.take(record, _copy)[0]
+    target.replication.beat(Beat(NOW_S, ((RANGE, PLACED_EPOCH),)), NOW_S)
+    target.see(seen(4, TARGET, ME, OTHER))
+    assert target.serve().primary == TARGET
+    log = target.replication.primaries[RANGE].log
     assert (log.number, log.term, log.candidates) == (2, PLACED_EPOCH, frozenset())
-    assert heir.asks() == []
-    record = heir.decide("an answer")
+    assert target.asks() == []
+    record = target.decide("an answer")
     assert (record.number, record.term, record.assignment_epoch) == (3, PLACED_EPOCH, 4)
-    assert heir.release() == []
+    assert target.release() == []
 
 
 def test_records_that_came_before_the_view_are_sent_again_with_the_first_grant() -> None:
     """The former primary refuses them until it has heard that it is none any more."""
-    heir = Server(HEIR)
-    heir.see(seen(4, HEIR, ME, OTHER))
-    heir.decide("an answer")
-    assert heir.grant(OTHER, ME) == [{RANGE}, {RANGE}]
-    assert heir.grant(OTHER, ME) == [set(), set()]
-    assert not heir.replication.awaits_grants
-    heir.ack(1, ME, OTHER)
-    assert heir.release() == ["an answer"]
+    target = Server(TARGET)
+    target.see(seen(4, TARGET, ME, OTHER))
+    target.decide("an answer")
+    assert target.grant(OTHER, ME) == [{RANGE}, {RANGE}]
+    assert target.grant(OTHER, ME) == [set(), set()]
+    assert not target.replication.awaits_grants
+    target.ack(1, ME, OTHER)
+    assert target.release() == ["an answer"]
 
 
 def test_a_former_primary_that_saw_no_view_goes_on_when_the_range_comes_back(
     former: Server,
 ) -> None:
-    """Its heir could show nothing: it needs the word of everyone whom the view names."""
-    former.ack(1, HEIR, OTHER)
+    """Its target could show nothing: it needs the word of everyone whom the view names."""
+    former.ack(1, TARGET, OTHER)
     former.release()
     former.asks()
-    former.see(seen(6, ME, HEIR, OTHER))
+    former.see(seen(6, ME, TARGET, OTHER))
     log = former.replication.primaries[RANGE].log
     assert (log.term, log.candidates, log.is_given_up) == (PLACED_EPOCH, frozenset(), False)
     former.decide("more")
     assert former.release() == []
-    former.grant(HEIR, OTHER)
-    former.ack(2, HEIR, OTHER)
+    former.grant(TARGET, OTHER)
+    former.ack(2, TARGET, OTHER)
     assert former.release() == ["more"]
 
 
-@pytest.mark.parametrize("what", ["asked", "heir joins", "closed"])
+@pytest.mark.parametrize("what", ["asked", "target joins", "closed"])
 def test_nobody_stops_while_its_backups_change(what: str) -> None:
     """The request would not be granted, or values are about to come."""
     server = Server(ME)
@@ -253,8 +264,8 @@ def test_nobody_stops_while_its_backups_change(what: str) -> None:
         server.asks(NOW_S + 10 * LEASE_S)
     elif what == "closed":
         primary.close()
-    heir = NodeId(9) if what == "heir joins" else HEIR
-    server.see(seen(PLACED_EPOCH, ME, HEIR, OTHER, heir=heir))
+    target = NodeId(9) if what == "target joins" else TARGET
+    server.see(seen(PLACED_EPOCH, ME, TARGET, OTHER, target=target))
     assert not server.replication.is_handing_over
     assert server.serve().primary == ME
 

@@ -1,0 +1,127 @@
+"""The deliberate bugs of hand-overs (S9)."""
+
+from __future__ import annotations
+
+from tests.sim.mutation import Mutant
+
+_HAND_OVERS = ("handovers",)
+_CHANGES = ("handovers", "handovers-replacements")
+_CONFIGURATIONS = "scheduler/machine/configurations.py"
+_LOG = "ps_server/replication/replication_log.py"
+_PRIMARY = "ps_server/replication/primary.py"
+_REPLICATION = "ps_server/replication/range_roles.py"
+
+HAND_OVER_MUTANTS = (
+    Mutant(
+        "a range is taken into while it is handed over",
+        "S9",
+        _REPLICATION,
+        " self.primaries.items() if each.is_stopped}",
+        " self.primaries.items() if False}",
+        _HAND_OVERS,
+    ),
+    Mutant(
+        "a primary asks for its target before it has drained",
+        "S9",
+        _LOG,
+        "        return has_all and not (self._entries or self._is_past)",
+        "        return True",
+        _HAND_OVERS,
+    ),
+    Mutant(
+        "a range is handed over before every backup has everything",
+        "S9",
+        _LOG,
+        "        has_all = all(number == self.number for number in self._acked.values())",
+        "        has_all = any(number == self.number for number in self._acked.values())",
+        _HAND_OVERS,
+    ),
+    Mutant(
+        "who has handed over keeps its lease",
+        "S9",
+        _LOG,
+        "        return not self.is_given_up and self._lease.holds(self._acked, now_s)",
+        "        return self._lease.holds(self._acked, now_s)",
+        _HAND_OVERS,
+    ),
+    Mutant(
+        "who has asked goes on when the advice ends",
+        "S9",
+        _PRIMARY,
+        "        if self._advised == before or self.log.is_given_up:",
+        "        if self._advised == before:",
+        _HAND_OVERS,
+    ),
+    Mutant(
+        "who has asked goes on after a moment",
+        "S9",
+        _PRIMARY,
+        "        if not self.is_stopped or self.log.is_given_up:",
+        "        if not self.is_stopped:",
+        _HAND_OVERS,
+    ),
+    Mutant(
+        "a hand-over takes one epoch",
+        "S8",
+        _CONFIGURATIONS,
+        "_HAND_OVER_EPOCHS = 2",
+        "_HAND_OVER_EPOCHS = 1",
+        _HAND_OVERS,
+    ),
+    Mutant(
+        "a target need not be in sync",
+        "S9",
+        _PRIMARY,
+        "        if target in self._configured and self._may_stop:",
+        "        if target is not None and self._may_stop:",
+        _HAND_OVERS,
+    ),
+    Mutant(
+        "who has handed over keeps sums that it has not decided",
+        "S9",
+        "ps_server/stores.py",
+        "                store.abandon(keeps_reduced=True)",
+        "                pass",
+        _HAND_OVERS,
+    ),
+    Mutant(
+        "a range is handed over while a table changes",
+        "S6",
+        "scheduler/machine/cluster.py",
+        "may_hand_over=not self._is_busy",
+        "may_hand_over=True",
+        _CHANGES,
+    ),
+    Mutant(
+        "a change is prepared without a range that has stopped",
+        "S6",
+        "ps_server/replication/output_commit.py",
+        "replication.has_unconfirmed or replication.is_handing_over:",
+        "replication.has_unconfirmed:",
+        _CHANGES,
+    ),
+    Mutant(
+        "ranges are handed over back and forth",
+        "S9",
+        "scheduler/machine/placement.py",
+        "            and 2 * range_bytes[each.range_id] <= held",
+        "            and range_bytes[each.range_id] <= held",
+        _HAND_OVERS,
+    ),
+    Mutant(
+        "a former primary's log is of another term than its target's",
+        "S9",
+        _REPLICATION,
+        "        log.term = replica.term\n",
+        "",
+        _HAND_OVERS,
+    ),
+    Mutant(
+        "a target takes the others for up to date whatever came before",
+        "S8",
+        "ps_server/replication/backup.py",
+        "        self.is_handed_over = term == self.term",
+        "        self.is_handed_over = True",
+        _HAND_OVERS,
+    ),
+)
