@@ -254,7 +254,8 @@ class Replication:
     @property
     def can_hand_over(self) -> bool:
         """True if the scheduler can be asked for the target of some range."""
-        return any(self.primaries[r].can_hand_over for r in self._stopped & self.primaries.keys())
+        stopped = self._stopped and self._stopped & self.primaries.keys()
+        return any(self.primaries[range_id].can_hand_over for range_id in stopped)
 
     @property
     def is_handing_over(self) -> bool:

@@ -86,6 +86,9 @@ from scheduler.machine.state import (
 _AT_ONCE = 4
 """Ranges that are handed over at a time: the others go on meanwhile."""
 
+_PAUSE_LEASES = 1
+"""Leases between two of these: a step may wait for each."""
+
 _QUIET_LEASES = 3
 """Leases in which no server came, fell silent or caught up, before ranges are handed over."""
 
@@ -629,8 +632,9 @@ class HandOvers:
     def _late(self, advised: Collection[RangeAssignment], now_s: float) -> list[RangeId]:
         """Ranges whose primary has not followed its advice in time."""
         before, self._late_s = self._late_s, {}
-        if not advised and before:
+        if not advised and before:  # all were handed over, or could not be
             self._late_count = 0
+            self._quiet_s = max(self._quiet_s, now_s + _PAUSE_LEASES * self._lease_s)
         for each in advised:
             is_backup = each.hand_over_to in each.backups
             leases = _ADVICE_LEASES if is_backup else _COPY_LEASES
