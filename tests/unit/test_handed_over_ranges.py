@@ -6,8 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from ps_core.cluster_view import BackupRequest, ClusterView, RangeAssignment
-from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId, key_ranges
+from ps_core.cluster_view import (
+    BackupRequest,
+    ClusterView,
+    Node,
+    NodeState,
+    RangeAssignment,
+    Role,
+)
+from ps_core.errors import NotOwner
+from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
+from ps_core.tables.table import Table
 from ps_server.ranges.events import Place, PullEvent, RefusePull
 from ps_server.ranges.range_copy import ShardCopy, fresh_copy
 from ps_server.ranges.server_machine import ServerMachine
@@ -15,6 +24,8 @@ from ps_server.replication.messages import Ack, Beat, Grant, LogRecord
 from ps_server.replication.range_roles import PLACED_EPOCH, Replication
 from tests.unit.machine_harness import make_table
 from tests.unit.test_replication import LEASE_S, delta
+from tests.unit.test_suspended_ranges import MODEL, SPEC, refused, run
+from tests.unit.test_suspended_ranges import Server as OneServer
 
 ME, TARGET, OTHER = NodeId(1), NodeId(2), NodeId(3)
 RANGE, TABLE = RangeId(0), TableId(1)
@@ -280,3 +291,51 @@ def test_a_range_that_has_stopped_promises_no_change() -> None:
 
 def _copy() -> ShardCopy:
     return fresh_copy(make_table(), range(4))
+
+
+# --- the values
+
+
+def _sees(server: OneServer, epoch: int, primary: NodeId, *, advised: bool = False) -> None:
+    """A view with the only range at this primary, and at the other server."""
+    heir = NodeId(7)
+    (slots,) = key_ranges(1)
+    backup = heir if primary == ME else ME
+    assignment = RangeAssignment(
+        RANGE, slots, AssignmentEpoch(epoch), primary, (backup,), (),
+        term=PLACED_EPOCH, hand_over_to=heir if advised else None,
+    )  # fmt: skip
+    server.number += 1
+    node = Node(heir, Incarnation(20), Role.SERVER, 0, "h:1", NodeState.ALIVE)
+    table = Table(MODEL, 0, SPEC)
+    server.node.observe(
+        ClusterView(server.number, "cluster", 2, 2, (node,), (assignment,), (table,))
+    )
+    server.node.works.finish()
+
+
+def test_a_step_that_waits_for_others_is_gone_with_its_sum_and_comes_again() -> None:
+    """Its worker is told that this server is not the primary; what is decided stays, to the bit."""
+
+    async def scenario(server: OneServer) -> None:
+        server.push(0, 2)
+        (log,) = (primary.log for primary in server.replication.primaries.values())
+        heir = NodeId(7)
+        _sees(server, 2, ME, advised=True)
+        assert server.node.machine.shards == {}
+        server.replication.acked(heir, Ack(RANGE, log.number, PLACED_EPOCH), 5.0)
+        server.replication.granted(heir, Grant(5.0, (RANGE,)), 5.0)
+        server.node.tick()
+        server.node.works.finish()
+        (asked,) = server.asks()
+        assert asked.hand_over_to == heir
+        store = server.node.shards.stores[MODEL, RANGE]
+        assert store._accumulators
+        _sees(server, 4, heir)
+        assert not store._accumulators
+        assert server.replication.handed_over.keys() == {RANGE}
+        assert server.node.machine.gate_bytes == 0
+        assert all(isinstance(error, NotOwner) for error in refused(server.streams[0]))
+        assert refused(server.streams[0])
+
+    run(scenario)
