@@ -217,7 +217,7 @@ class ReplicatedServer(SimServer):
         for range_id in lost:
             self._forget(range_id)
         self._lost(lost)
-        self._hand_over()
+        self._forget_undecided()
         self._send_all(self.pacing.renewed())
         waiting, self._at_next_view = self._at_next_view, []
         for action in waiting:
@@ -225,7 +225,7 @@ class ReplicatedServer(SimServer):
         at_once(self._doing(effects))
         yield from self._serving()
 
-    def _hand_over(self) -> None:
+    def _forget_undecided(self) -> None:
         """It backs up from now on what it was primary of: what it has not decided is gone."""
         handed_over = self.replication.handed_over
         self.world.counts["ranges handed over"] += len(handed_over)
