@@ -322,8 +322,10 @@ class ReplicatedServer(SimServer):
     def _forget_tables(self, table_ids: Collection[TableId]) -> None:
         """They were removed."""
         self.world.counts["tables given up"] += len(table_ids)
-        for of_keys in (self.values, self.updates, self.given, self.sums, self.reduced):
-            _drop_tables(of_keys, table_ids)
+        dicts: list[dict[Any, Any]] = [self.values, self.updates, self.given, self.sums]
+        for of_keys in (*dicts, self.reduced):
+            for key in [key for key in of_keys if key[0] in table_ids]:
+                del of_keys[key]
         at_once(self.numbers.shards.removing_tables(table_ids))
         self.output.forget_tables(table_ids)
 
@@ -795,9 +797,3 @@ class ReplicatedServer(SimServer):
 
 def _key_of(record: Record) -> tuple[TableId, RangeId, int]:
     return record.table_id, record.range_id, record.clock
-
-
-def _drop_tables(of_keys: dict[Any, Any], table_ids: Collection[TableId]) -> None:
-    """Of a dict whose keys begin with a table's id."""
-    for key in [key for key in of_keys if key[0] in table_ids]:
-        del of_keys[key]
