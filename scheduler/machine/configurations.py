@@ -311,9 +311,9 @@ class Configurations:
         return is_same and target in old.backups and target in servers.living
 
     def _hand_over(self, old: RangeAssignment, target: NodeId, servers: _Servers) -> None:
+        """All others stay backups: one may be dead by now. See `spare`."""
         others = [node_id for node_id in old.in_sync if node_id != target]
-        backups = sorted(others, key=servers.load)[: self._backup_count]
-        new = replace(old, primary=target, backups=tuple(sorted(backups)))
+        new = replace(old, primary=target, backups=tuple(sorted(others)))
         servers.move(old, new)
         self._commit(new, is_handed_over=True)
         self._state.log_sources.pop(old.range_id, None)

@@ -140,6 +140,24 @@ def test_a_hand_over_keeps_the_term_and_takes_two_epochs() -> None:
     assert (told.primary, told.counts) == (before.primary, ((target, 1),))
 
 
+@pytest.mark.parametrize("former", [1, 2])
+def test_the_former_primary_stays_a_backup_where_another_may_be_dead(former: int) -> None:
+    """Its target was copied to first. The other backup fell silent when the primary had asked: the
+    range had one living copy where it had had two.
+    """
+    cluster = uneven()
+    cluster.obeys = False
+    cluster.go_on(LEASES_S)
+    cluster.ask(*[let_in(each) for each in cluster.advised if each.primary == former])
+    before = next(r for r in cluster.advised if r.hand_over_to in r.backups)
+    (other,) = {*before.backups} - {before.hand_over_to}
+    cluster.pass_time(4.0, *(s for s in cluster.servers if s.node_id != other), cluster.worker)
+    cluster.ask(handed_over(before))
+    after = cluster.ranges[before.range_id]
+    assert after.primary == before.hand_over_to
+    assert former in after.backups
+
+
 def test_what_is_not_granted_begins_another_epoch_all_the_same() -> None:
     """The primary has stopped, and goes on only then; asked for the epoch before, it is void."""
     cluster = uneven()
