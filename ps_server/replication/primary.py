@@ -148,8 +148,9 @@ class Primary:
 
     @property
     def can_hand_over(self) -> bool:
-        """True if it has stopped, and every backup has everything."""
-        return self.is_stopped and self._may_stop and self.log.is_everywhere
+        """True if it has stopped, every backup has everything, and it has not asked yet."""
+        is_ready = self.is_stopped and self._may_stop and self.log.is_everywhere
+        return is_ready and not self.log.is_given_up
 
     def is_late(self, now_s: float) -> bool:
         """True if it has stopped for too long, or for nothing, and is to `go_on`."""

@@ -253,7 +253,7 @@ class Replication:
 
     @property
     def can_hand_over(self) -> bool:
-        """True if the scheduler can be asked for the target of some range."""
+        """True if the scheduler can be asked, and has not been, for the target of some range."""
         stopped = self._stopped and self._stopped & self.primaries.keys()
         return any(self.primaries[range_id].can_hand_over for range_id in stopped)
 

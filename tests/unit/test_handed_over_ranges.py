@@ -144,6 +144,16 @@ def test_who_has_asked_releases_nothing_whoever_grants_it(former: Server) -> Non
     assert former.release(later_s) == []
 
 
+def test_who_waits_for_the_answer_asks_at_once_no_more(former: Server) -> None:
+    """It sent beats as fast as its backups answered them, until the scheduler had answered."""
+    former.ack(1, TARGET, OTHER)
+    former.release()
+    assert former.replication.can_hand_over
+    assert former.asks() == [ASKED]
+    assert not former.replication.can_hand_over
+    assert former.asks() == [ASKED]
+
+
 def test_a_newer_epoch_ends_that(former: Server) -> None:
     former.ack(1, TARGET, OTHER)
     former.release()
