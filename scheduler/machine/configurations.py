@@ -270,7 +270,9 @@ class Configurations:
             added = self._let_in(old, asked.backups - kept, len(kept))
             is_full = len(kept) + len(added) >= self._backup_count
             joining = () if is_full else tuple(n for n in old.catching_up if n not in added)
-            self._commit(replace(old, backups=tuple(sorted((*kept, *added))), catching_up=joining))
+            backups, target = tuple(sorted((*kept, *added))), old.hand_over_to
+            target = target if may_hand_over else None
+            self._commit(replace(old, backups=backups, catching_up=joining, hand_over_to=target))
             is_first = self._is_unconfirmed(asked.range_id)  # it leaves out all others
             self._confirm(asked.range_id, primary)
             left_out.update(set(old.backups) - kept)
@@ -604,6 +606,9 @@ class HandOvers:
         if living != self._living or not self._is_steady(living):
             self._living, self._quiet_s = living, now_s + _QUIET_LEASES * self._lease_s
             return self._configurations.advise(dict.fromkeys(advised))
+        stopped = [r.range_id for r in advised.values() if r.hand_over_to in r.backups]
+        if is_busy and stopped:  # what is under way would wait for them
+            return self._configurations.advise(dict.fromkeys(stopped))
         late = self._late(advised.values(), now_s)
         if late:
             leases = _REST_LEASES << min(self._late_count, _MOST_DOUBLINGS)

@@ -210,15 +210,48 @@ def test_nothing_is_advised_where_a_server_cannot(fields: dict[str, object]) -> 
     assert cluster.cluster.view.view_number == number
 
 
-def test_nothing_is_advised_nor_granted_while_a_table_changes() -> None:
-    cluster = uneven()
+def _changing(cluster: Cluster) -> None:
     change = ChangeRequest(SPEC.name, parsed("ssp:2"), 0, cluster.now_s + 1000.0)
     cluster.cluster.set_consistency(cluster.worker, change, cluster.now_s)
+
+
+def test_nothing_is_advised_nor_granted_while_a_table_changes() -> None:
+    cluster = uneven()
+    _changing(cluster)
     cluster.go_on(LEASES_S)
     assert cluster.advised == []
     before = cluster.ranges[0]
     cluster.ask(handed_over(before, before.backups[0]))
     assert cluster.ranges[0].primary == before.primary
+
+
+def test_who_is_let_in_while_a_table_changes_takes_its_range_afterwards() -> None:
+    """Its primary would stop, and a checkpoint that it is writing would fail."""
+    cluster = uneven()
+    cluster.obeys = False
+    cluster.go_on(LEASES_S)
+    before = cluster.advised[0]
+    _changing(cluster)
+    cluster.go_on(2.0)
+    assert cluster.ranges[before.range_id] == before, "what is copied to goes on"
+    cluster.ask(let_in(before))
+    after = cluster.ranges[before.range_id]
+    assert (after.hand_over_to, after.backups) == (None, (*before.backups, before.hand_over_to))
+    cluster.go_on(30.0)
+    assert cluster.ranges[before.range_id] == after
+
+
+def test_advice_to_stop_ends_when_a_table_is_about_to_change() -> None:
+    """The change waits for ranges that have stopped."""
+    cluster = piled_up()
+    cluster.hands_over = False
+    while not cluster.advised:
+        cluster.go_on(0.5)
+    (before, *_) = cluster.advised
+    _changing(cluster)
+    cluster.go_on(0.5)
+    assert cluster.advised == []
+    assert cluster.ranges[before.range_id] == replace(before, hand_over_to=None)
 
 
 def test_nothing_is_advised_while_a_server_is_stopping() -> None:
