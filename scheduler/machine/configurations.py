@@ -323,16 +323,20 @@ class Configurations:
 
     def advise(self, targets: Mapping[RangeId, NodeId | None]) -> list[Transition]:
         """Advise primaries to hand ranges over, or not to any more (None). A target that is no
-        backup catches up first. One that shall not any more is dropped under a new epoch.
+        backup catches up first. One that shall not any more is dropped under a new epoch, unless
+        it may replace a backup that is not alive.
         """
-        named: Counter[NodeId] = Counter()
+        named, living = Counter[NodeId](), self.living
         for range_id, target in targets.items():
             old = self._state.ranges[range_id]
             if target is None:
-                dropped = tuple(n for n in old.catching_up if n != old.hand_over_to)
-                new = replace(old, hand_over_to=None, catching_up=dropped)
+                new = replace(old, hand_over_to=None)
+                is_needed = len(living.intersection(old.backups)) < self._backup_count
+                if not is_needed or old.hand_over_to not in living:
+                    kept = tuple(n for n in old.catching_up if n != old.hand_over_to)
+                    new = replace(new, catching_up=kept)
                 self._state.ranges[range_id] = new
-                if dropped != old.catching_up:
+                if new.catching_up != old.catching_up:
                     self._commit(new)
                 continue
             joining = () if target in old.backups else (target,)

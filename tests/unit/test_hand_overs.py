@@ -275,19 +275,39 @@ def test_who_does_not_follow_advice_is_left_alone_for_some_leases() -> None:
     assert cluster.counts() == [0, 8]
 
 
-def test_advice_ends_when_a_server_falls_silent_and_its_target_is_dropped() -> None:
+def _copying() -> tuple[Cluster, list[RangeAssignment]]:
+    """Ranges are copied to a server that came; the ranges that are."""
     cluster = uneven()
     cluster.obeys = False
     cluster.go_on(LEASES_S)
-    advised = cluster.advised
-    assert all(r.catching_up == (r.hand_over_to,) for r in advised)
-    silent, *others = cluster.servers
-    cluster.pass_time(5.0, *others, cluster.worker)
+    assert all(r.catching_up == (r.hand_over_to,) for r in cluster.advised)
+    return cluster, cluster.advised
+
+
+def test_advice_ends_when_a_server_comes_and_its_target_is_dropped() -> None:
+    cluster, advised = _copying()
+    cluster.come()
+    cluster.pass_time(1.0, *cluster.servers, cluster.worker)
     assert cluster.advised == []
     for before in advised:
         now = cluster.ranges[before.range_id]
-        assert now.catching_up == () or before.primary == silent.node_id
+        assert now.catching_up == ()
         assert now.assignment_epoch > before.assignment_epoch
+
+
+def test_a_target_that_is_copied_to_replaces_a_backup_that_fell_silent() -> None:
+    """Its copy was thrown away when the range needed it, and begun again."""
+    cluster, advised = _copying()
+    silent, *others = cluster.servers
+    cluster.pass_time(5.0, *others, cluster.worker)
+    assert cluster.advised == []
+    (before, *_) = [each for each in advised if silent.node_id in each.backups]
+    assert cluster.ranges[before.range_id] == replace(before, hand_over_to=None)
+    cluster.ask(BackupRequest(before.range_id, before.assignment_epoch, frozenset()))
+    now = cluster.ranges[before.range_id]
+    assert (now.backups, now.catching_up) == ((), before.catching_up)
+    cluster.ask(let_in(now))
+    assert cluster.ranges[before.range_id].backups == before.catching_up
 
 
 def test_advice_and_its_end_outlive_the_scheduler() -> None:
