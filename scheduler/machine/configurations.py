@@ -52,7 +52,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
@@ -67,6 +67,7 @@ from ps_core.cluster_view import (
 from ps_core.errors import InvalidConfig, InvalidKeys, check
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId
 from scheduler.machine import placement
+from scheduler.machine.server_memory import Space
 from scheduler.machine.state import (
     BackupsSet,
     BackupsSpared,
@@ -351,12 +352,34 @@ class Configurations:
         for old in [self._state.ranges[range_id] for range_id in range_ids]:
             if len(old.backups) <= self._backup_count:
                 continue
-            kept = sorted(old.backups, key=servers.load)[: self._backup_count]
+            kept = self._needed(old, servers)
             new = replace(old, backups=tuple(sorted(kept)))
             servers.move(old, new)
             self._commit(new)
             spared.update(set(old.backups) - set(kept))
         return [BackupsSpared(_sorted(spared))] if spared else []
+
+    def _needed(self, assignment: RangeAssignment, servers: _Servers) -> list[NodeId]:
+        """The backups of a range without those beyond the need."""
+        target, living = assignment.hand_over_to, servers.living
+
+        def last(node_id: NodeId) -> tuple[bool, bool, tuple[int, NodeId]]:
+            return node_id == target, node_id not in living, servers.load(node_id)
+
+        return sorted(assignment.backups, key=last)[: self._backup_count]
+
+    def needed_holders(self) -> list[set[NodeId]]:
+        """The servers that hold each range, or are to, whether it is handed over or not."""
+        servers, found = _Servers(self._state), []
+        for each in self._state.ranges:
+            backups = self._needed(each, servers)
+            joining = {*each.catching_up} - {each.hand_over_to}
+            found.append({n for n in (each.primary, *backups, *joining) if n is not None})
+        return found
+
+    def is_apart(self, primary: NodeId | None, node_id: NodeId) -> bool:
+        """True if a server may not reach a primary, which had left it out."""
+        return (primary, node_id) in self._apart
 
     def is_whole(self, assignment: RangeAssignment, living: AbstractSet[NodeId]) -> bool:
         """True if a range has all the backups that it can have, all of them live, and its primary
@@ -597,6 +620,10 @@ class HandOvers:
         self._quiet_s = 0.0  # from when on nothing has moved for long enough
         self._late_s: dict[RangeId, tuple[bool, float]] = {}  # target is a backup; until when
         self._late_count = 0  # how often in a row advice was not followed
+        self._late_ranges: set[tuple[RangeId, NodeId]] = set()  # that a backup did not take in time
+        self._late_pairs: set[tuple[NodeId, NodeId]] = (
+            set()
+        )  # of primaries, and whom they copied to
         self._even_view = 0  # the view with which there was nothing to do
 
     def look(self, now_s: float, *, is_busy: bool) -> list[Transition]:
@@ -608,6 +635,8 @@ class HandOvers:
         living, ranges = self._configurations.living, self._state.ranges
         advised = {r.range_id: r for r in ranges if r.hand_over_to is not None}
         if living != self._living or not self._is_steady(living):
+            if living != self._living:
+                self._late_ranges, self._late_pairs = set(), set()
             self._living, self._quiet_s = living, now_s + _QUIET_LEASES * self._lease_s
             return self._configurations.advise(dict.fromkeys(advised))
         stopped = [r.range_id for r in advised.values() if r.hand_over_to in r.backups]
@@ -618,6 +647,7 @@ class HandOvers:
             leases = _REST_LEASES << min(self._late_count, _MOST_DOUBLINGS)
             self._late_count, self._late_s = self._late_count + 1, {}
             self._quiet_s = now_s + leases * self._lease_s
+            self._put_off(advised[range_id] for range_id in late)
             return self._configurations.advise(dict.fromkeys(late))
         if is_busy or advised or now_s < self._quiet_s:
             return []
@@ -653,11 +683,42 @@ class HandOvers:
         return [range_id for range_id, (_, until_s) in self._late_s.items() if now_s >= until_s]
 
     def _next(self, living: set[NodeId]) -> list[Transition]:
+        """What has failed since the last server came or fell silent is tried when nothing else is
+        left.
+        """
         state = self._state
         if state.view_number == self._even_view:
             return []
+        transitions = self._chosen(living, self._is_put_off)
+        transitions = transitions or self._chosen(living, lambda _range, _target: False)
+        if not transitions:
+            self._even_view = state.view_number
+        return transitions
+
+    def _put_off(self, late: Iterable[RangeAssignment]) -> None:
+        for each in late:
+            target = each.hand_over_to
+            if target in each.backups:
+                self._late_ranges.add((each.range_id, target))
+            elif target is not None and each.primary is not None:
+                self._late_pairs.add((each.primary, target))
+
+    def _is_put_off(self, each: RangeAssignment, target: NodeId) -> bool:
+        if (each.range_id, target) in self._late_ranges:
+            return True
+        is_late = (each.primary, target) in self._late_pairs
+        return is_late or self._configurations.is_apart(each.primary, target)
+
+    def _chosen(
+        self, living: set[NodeId], is_put_off: Callable[[RangeAssignment, NodeId], bool]
+    ) -> list[Transition]:
+        state = self._state
         known = state.ranges, state.range_bytes, living
-        targets = placement.hand_overs(*known, lambda each: each.backups, _AT_ONCE)
+
+        def able(each: RangeAssignment) -> list[NodeId]:
+            return [n for n in each.backups if not is_put_off(each, n)]
+
+        targets = placement.hand_overs(*known, able, _AT_ONCE)
         if targets:
             return self._configurations.advise(targets)
         transitions = self._configurations.spare(
@@ -665,9 +726,16 @@ class HandOvers:
         )
         if transitions:
             return transitions
-        targets = placement.hand_overs(*known, lambda each: living - {*each.backups}, _AT_ONCE)
-        if not targets:
-            self._even_view = state.view_number
+        space = Space(state)
+
+        def free(each: RangeAssignment) -> list[NodeId]:
+            others = living - {*each.backups}
+            return [n for n in others if space.has(n, each.range_id) and not is_put_off(each, n)]
+
+        for range_id, target in placement.hand_overs(*known, free, _AT_ONCE).items():
+            if space.has(target, range_id):  # beside those before
+                space.take(target, range_id)
+                targets[range_id] = target
         return self._configurations.advise(targets)
 
 

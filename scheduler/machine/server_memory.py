@@ -7,7 +7,8 @@
 Rules:
     - Every holder of a range takes all of it, because a backup may become primary at any moment.
     - A table counts from its creation, whether the servers have reserved its memory or not, and for
-      the present holders of its ranges.
+      the present holders of its ranges, without those that are none any more after a hand-over, and
+      without a target. Who has no space for a range beside all that it holds is no target.
     - A table of rows counts for its partitions alone: servers refuse rows that they have no space
       for (`TableFull`).
     - Servers that share the memory of a machine or container share one sum. A server that reports
@@ -17,7 +18,7 @@ Rules:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from ps_core import limits
@@ -75,22 +76,57 @@ def needed_by_range(table: Table, range_count: int) -> dict[RangeId, Needed]:
     return found
 
 
-def check_fits(state: ClusterState, name: str, needed: Mapping[RangeId, Needed]) -> None:
+class Space:
+    """What servers have for tables, and what the present holders of ranges take of it."""
+
+    def __init__(self, state: ClusterState) -> None:
+        self._range_bytes = state.range_memory_bytes
+        self.pools: dict[NodeId, str] = {}
+        self.has_bytes: dict[str, int] = {}
+        self._taken: Counter[str] = Counter()
+        for node in state.nodes_of(Role.SERVER):
+            memory = state.members[node.node_id].registration.memory
+            if node.state.is_member and memory.byte_count:
+                pool = memory.pool or f"server node {node.node_id}"
+                self.pools[node.node_id] = pool
+                known = self.has_bytes.get(pool, memory.byte_count)
+                self.has_bytes[pool] = min(memory.byte_count, known)
+        for each in state.ranges:
+            for holder in each.holders:
+                self.take(holder, each.range_id)
+
+    def has(self, node_id: NodeId, range_id: RangeId) -> bool:
+        """True if a server that does not hold the range has space for it."""
+        pool = self.pools.get(node_id)
+        if pool is None:
+            return True
+        free_bytes = self.has_bytes[pool] - self._taken[pool]
+        return self._range_bytes.get(range_id, 0) <= free_bytes
+
+    def take(self, node_id: NodeId, range_id: RangeId) -> None:
+        pool = self.pools.get(node_id)
+        if pool is not None:
+            self._taken[pool] += self._range_bytes.get(range_id, 0)
+
+
+def check_fits(
+    state: ClusterState,
+    name: str,
+    needed: Mapping[RangeId, Needed],
+    holders: Sequence[Collection[NodeId]],
+) -> None:
     """Refuse a table that does not fit beside the others where its ranges are placed. What it needs
     is not in `range_memory_bytes` yet.
+
+    Args:
+        holders: the servers that are to hold each range, in the order of ranges.
     """
-    has_bytes: dict[str, int] = {}
-    pools: dict[NodeId, str] = {}
-    for node in state.nodes_of(Role.SERVER):
-        memory = state.members[node.node_id].registration.memory
-        if node.state.is_member and memory.byte_count:
-            pool = memory.pool or f"server node {node.node_id}"
-            pools[node.node_id] = pool
-            has_bytes[pool] = min(memory.byte_count, has_bytes.get(pool, memory.byte_count))
+    space = Space(state)
+    pools, has_bytes = space.pools, space.has_bytes
     taken: Counter[str] = Counter()
     wanted: dict[str, Needed] = {}
-    for each in state.ranges:
-        for holder in pools.keys() & {each.primary, *each.backups, *each.catching_up}:
+    for each, of_range in zip(state.ranges, holders, strict=True):
+        for holder in pools.keys() & of_range:
             pool = pools[holder]
             taken[pool] += state.range_memory_bytes.get(each.range_id, 0)
             sums = zip(wanted.get(pool, Needed()), needed.get(each.range_id, Needed()), strict=True)

@@ -215,7 +215,8 @@ class TableCatalogue:
         before = list(state.ranges), dict(state.range_bytes)
         placed = self._hold(added_bytes)
         try:
-            server_memory.check_fits(state, table.spec.name, needed)
+            holders = self._configurations.needed_holders()
+            server_memory.check_fits(state, table.spec.name, needed, holders)
         except InvalidConfig:
             state.ranges[:], state.range_bytes = before
             raise

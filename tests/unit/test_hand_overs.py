@@ -14,8 +14,14 @@ from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, key_ranges
 from scheduler.machine.changes import ChangeRequest
+from scheduler.machine.cluster import Created
 from scheduler.machine.placement import hand_overs
-from scheduler.machine.state import HandOversAdvised, RangesHandedOver, UpdateLogClaim
+from scheduler.machine.state import (
+    HandOversAdvised,
+    RangesHandedOver,
+    ServerMemory,
+    UpdateLogClaim,
+)
 from tests.unit.cluster_harness import SPEC, Harness, refused
 
 FEATURES = (HAND_OVER_FEATURE,)
@@ -308,6 +314,71 @@ def test_a_target_that_is_copied_to_replaces_a_backup_that_fell_silent() -> None
     assert (now.backups, now.catching_up) == ((), before.catching_up)
     cluster.ask(let_in(now))
     assert cluster.ranges[before.range_id].backups == before.catching_up
+
+
+def test_what_is_not_followed_keeps_no_other_range_from_being_handed_over() -> None:
+    """The ranges that come first could not be handed over, and were chosen again each time."""
+    cluster = piled_up()
+    cluster.go_on(1.0)
+    cluster.hands_over = False
+    for _ in range(120):
+        cluster.go_on(1.0)
+        for each in cluster.advised:
+            if each.range_id > 1:
+                cluster.ask(handed_over(each))
+    assert cluster.counts() == [4, 4]
+    assert {cluster.ranges[0].primary, cluster.ranges[1].primary} == {cluster.servers[1].node_id}
+
+
+def test_who_may_not_reach_a_primary_is_copied_to_by_the_others_first() -> None:
+    cluster = uneven()
+    cluster.obeys = False
+    cluster.go_on(LEASES_S)
+    first = cluster.advised[0]
+    former, came = first.primary, cluster.servers[2].node_id
+    cluster.ask(let_in(first))
+    first = cluster.ranges[first.range_id]
+    apart = BackupRequest(first.range_id, first.assignment_epoch, frozenset(first.backups) - {came})
+    cluster.ask(apart)
+    for each in cluster.advised:
+        cluster.ask(BackupRequest(each.range_id, each.assignment_epoch, frozenset(each.backups)))
+    cluster.obeys = True
+    cluster.go_on(90.0)
+    told = [t for t in cluster.transitions if isinstance(t, RangesHandedOver)]
+    taken = [t.primary for t in told if t.counts[0][0] == came]
+    assert taken[0] != former
+    assert former in taken, "it is tried at last"
+
+
+def _range_bytes(cluster: Cluster) -> list[int]:
+    """That tables take of a server for each range, the smallest first."""
+    return sorted(cluster.cluster._state.range_memory_bytes.values())
+
+
+def test_who_has_little_memory_is_copied_to_no_more_ranges_than_fit() -> None:
+    """It was ended by the system, came back, and was copied to again."""
+    cluster = Cluster()
+    cluster.fields["memory"] = ServerMemory(2 * _range_bytes(cluster)[0] - 1)
+    small = cluster.come()
+    cluster.servers.append(small)
+    most = 0
+    for _ in range(60):
+        cluster.go_on(1.0)
+        most = max(most, sum(small.node_id in r.holders for r in cluster.ranges))
+    assert most == 1
+    assert cluster.counts()[2] == 1
+
+
+def test_a_table_is_not_refused_for_copies_that_are_needed_for_a_time_alone() -> None:
+    cluster = Cluster()
+    cluster.fields["memory"] = ServerMemory(sum(_range_bytes(cluster)[-2:]))
+    cluster.servers.append(cluster.come())
+    cluster.obeys = False
+    cluster.go_on(LEASES_S)
+    assert len(cluster.advised) == 2
+    assert isinstance(cluster.create(cluster.worker, replace(SPEC, name="b")), Created)
+    cluster.ask(*[let_in(each) for each in cluster.advised if each.primary == 1])
+    assert isinstance(cluster.create(cluster.worker, replace(SPEC, name="c")), Created)
 
 
 def test_advice_and_its_end_outlive_the_scheduler() -> None:
