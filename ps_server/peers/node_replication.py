@@ -161,7 +161,10 @@ class ReplicatedRanges:
         anew = self.replication.placed_anew
         if anew:
             logs.info("ranges_placed_anew", view=view.view_number, ranges=len(anew))
-        given_up = set(lost) - anew
+        left = self.replication.not_backed_up - anew
+        if left:
+            logs.info("backups_given_up", view=view.view_number, ranges=len(left))
+        given_up = set(lost) - anew - left
         if given_up:
             logs.warning("ranges_given_up", view=view.view_number, ranges=len(given_up))
         kept = self.replication.deposed.difference(lost)

@@ -69,6 +69,7 @@ class Replication:
         deposed: ranges that have another primary since the newest view.
         handed_over: ranges that this server has handed over, by the newest view, and the seconds
             for which each had stopped.
+        not_backed_up: ranges that this server only backed up, or joined, until the newest view.
         placed_anew: ranges that were placed, empty, since this server had them, by the newest view.
     """
 
@@ -87,6 +88,7 @@ class Replication:
         self.renewed: set[RangeId] = set()
         self.deposed: set[RangeId] = set()
         self.handed_over: dict[RangeId, float] = {}
+        self.not_backed_up: set[RangeId] = set()
         self._stopped: set[RangeId] = set()  # primaries that are about to hand their range over
         self.placed_anew: frozenset[RangeId] = frozenset()
         self._node_id = node_id
@@ -131,6 +133,7 @@ class Replication:
         self._former = self._taking_out(self.placed_anew)
         self._view = view
         self.renewed, self.deposed, self.handed_over = set(), set(), {}
+        self.not_backed_up = set()
         self._with_catching_up = [r for r in view.ranges if r.catching_up]
         lost = [*sorted(self.placed_anew), *self._not_given_back(view)]
         for assignment in view.ranges:
@@ -167,6 +170,7 @@ class Replication:
             ):
                 del self.replicas[range_id]
                 lost.append(range_id)
+                self.not_backed_up.add(range_id)
         effects += yield from self._stopping()
         if given_up:
             effects += yield from self._machine.giving_up(given_up)

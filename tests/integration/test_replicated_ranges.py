@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
@@ -195,6 +196,22 @@ def test_what_it_could_not_make_it_does_not_acknowledge() -> None:
         assert backup.ranges.grant(beat(PLACED_EPOCH)).range_ids == ()
 
     run(scenario)
+
+
+def test_a_backup_that_is_left_out_says_so_without_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """So it is after each hand-over."""
+
+    async def scenario(backup: Backup) -> None:
+        at_once(backup.ranges.observing(view(1, PLACED_EPOCH)))
+        other = replace(view(2, 3).ranges[0], backups=())
+        with caplog.at_level(logging.INFO, "pushpull"):
+            at_once(backup.ranges.observing(replace(view(2, 3), ranges=(other,))))
+
+    run(scenario)
+    assert "event=backups_given_up view=2 ranges=1" in caplog.text
+    assert "ranges_given_up" not in caplog.text
 
 
 def test_one_that_broke_joins_anew() -> None:

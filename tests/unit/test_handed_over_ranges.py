@@ -213,6 +213,20 @@ def test_who_has_handed_over_backs_the_range_up_with_what_it_has(former: Server)
     assert former.replication.take(record, lambda: None) == (True, Ack(RANGE, 2, epoch))
 
 
+def test_who_backs_a_range_up_no_more_was_not_replaced_as_its_primary(former: Server) -> None:
+    """Its log warned of that after each hand-over: a backup beyond the need is left out then."""
+    former.ack(1, TARGET, OTHER)
+    former.release()
+    former.asks()
+    former.see(seen(4, TARGET, ME, OTHER))
+    former.see(seen(5, TARGET, OTHER))
+    assert former.replication.not_backed_up == {RANGE}
+    deposed = Server(ME)
+    deposed.see(seen(3, TARGET, ME, OTHER, term=3))
+    deposed.see(seen(4, TARGET, OTHER, term=3))
+    assert deposed.replication.not_backed_up == set()
+
+
 @pytest.mark.parametrize("backups", [(ME, OTHER), (OTHER,)])
 def test_a_failover_meanwhile_is_one(former: Server, backups: tuple[NodeId, ...]) -> None:
     """The scheduler had not got the request: who is in its place may lack nothing, and has a term
