@@ -683,8 +683,8 @@ class HandOvers:
         return [range_id for range_id, (_, until_s) in self._late_s.items() if now_s >= until_s]
 
     def _next(self, living: set[NodeId]) -> list[Transition]:
-        """What has failed since the last server came or fell silent is tried when nothing else is
-        left.
+        """The next advice. A hand-over that has failed since a server came or fell silent is tried
+        when nothing else is left.
         """
         state = self._state
         if state.view_number == self._even_view:

@@ -77,7 +77,7 @@ def needed_by_range(table: Table, range_count: int) -> dict[RangeId, Needed]:
 
 
 class Space:
-    """What servers have for tables, and what the present holders of ranges take of it."""
+    """Memory that servers have for tables, and that the present holders of ranges take of it."""
 
     def __init__(self, state: ClusterState) -> None:
         self._range_bytes = state.range_memory_bytes
