@@ -234,10 +234,11 @@ class FailoverSimulation(ScheduledSimulation):
             return
 
         server = self.servers[session.node_id]
-        view_number = server.view_number
+        view_number, sent_s = server.view_number, self.world.now_s
 
         def arrive() -> None:
-            if not self._comes(session.node_id):
+            has_waited = self.world.now_s > sent_s + LEASE_S  # for a scheduler that was away
+            if not self._comes(session.node_id) or (has_waited and server.is_dead):
                 return
             with self._no_answer_for(session):
                 now_s = self.world.now_s
