@@ -10,8 +10,6 @@ from __future__ import annotations
 from tests.sim.mutation import Mutant
 
 _HAND_OVERS = ("handovers",)
-_CHANGES = ("handovers", "handovers-replacements")
-_CONFIGURATIONS = "scheduler/machine/configurations.py"
 _LOG = "ps_server/replication/replication_log.py"
 _PRIMARY = "ps_server/replication/primary.py"
 _REPLICATION = "ps_server/replication/range_roles.py"
@@ -34,14 +32,6 @@ HAND_OVER_MUTANTS = (
         _HAND_OVERS,
     ),
     Mutant(
-        "who has asked goes on when the advice ends",
-        "S9",
-        _PRIMARY,
-        "        if self._advised == before or self.log.is_given_up:",
-        "        if self._advised == before:",
-        _HAND_OVERS,
-    ),
-    Mutant(
         "who has asked goes on after a moment",
         "S9",
         _PRIMARY,
@@ -50,51 +40,11 @@ HAND_OVER_MUTANTS = (
         _HAND_OVERS,
     ),
     Mutant(
-        "a hand-over takes one epoch",
-        "S8",
-        _CONFIGURATIONS,
-        "_HAND_OVER_EPOCHS = 2",
-        "_HAND_OVER_EPOCHS = 1",
-        _HAND_OVERS,
-    ),
-    Mutant(
         "a target need not be in sync",
         "S9",
         _PRIMARY,
         "        if target in self._configured and self._may_stop:",
         "        if target is not None and self._may_stop:",
-        _HAND_OVERS,
-    ),
-    Mutant(
-        "who has handed over keeps sums that it has not decided",
-        "S9",
-        "ps_server/stores.py",
-        "                store.abandon(keeps_reduced=True)",
-        "                pass",
-        _HAND_OVERS,
-    ),
-    Mutant(
-        "a range is handed over while a table changes",
-        "S6",
-        "scheduler/machine/cluster.py",
-        "may_hand_over=not self._is_busy",
-        "may_hand_over=True",
-        _CHANGES,
-    ),
-    Mutant(
-        "a change is prepared without a range that has stopped",
-        "S6",
-        "ps_server/replication/output_commit.py",
-        "replication.has_unconfirmed or replication.is_handing_over:",
-        "replication.has_unconfirmed:",
-        _CHANGES,
-    ),
-    Mutant(
-        "ranges are handed over back and forth",
-        "S9",
-        "scheduler/machine/placement.py",
-        "            and 2 * range_bytes[each.range_id] <= held",
-        "            and range_bytes[each.range_id] <= held",
         _HAND_OVERS,
     ),
     Mutant(
