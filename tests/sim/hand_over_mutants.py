@@ -2,7 +2,9 @@
 
 Two pairs of rules guard the same, so no simulation shows that one of a pair is missing, and
 `test_handed_over_ranges.py` does: a former primary gives its lease up, and its target needs its
-grant; what is released, and all that waited, each backup has acknowledged.
+grant; what is released, and all that waited, each backup has acknowledged. That a change
+is prepared without a range that has stopped is left to `test_output_commit.py`: advice ends when
+one begins.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from tests.sim.mutation import Mutant
 
 _HAND_OVERS = ("handovers",)
+_CHANGES = ("handovers", "handovers-replacements")
 _LOG = "ps_server/replication/replication_log.py"
 _PRIMARY = "ps_server/replication/primary.py"
 _REPLICATION = "ps_server/replication/range_roles.py"
@@ -46,6 +49,14 @@ HAND_OVER_MUTANTS = (
         "        if target in self._configured and self._may_stop:",
         "        if target is not None and self._may_stop:",
         _HAND_OVERS,
+    ),
+    Mutant(
+        "a range is handed over while a table changes",
+        "S6",
+        "scheduler/machine/cluster.py",
+        "may_hand_over=not self._is_busy",
+        "may_hand_over=True",
+        _CHANGES,
     ),
     Mutant(
         "a former primary's log is of another term than its target's",

@@ -305,14 +305,6 @@ def test_nobody_stops_while_its_backups_change(what: str) -> None:
     assert server.serve().primary == ME
 
 
-def test_a_range_that_has_stopped_promises_no_change() -> None:
-    """It could not keep what it promises, and its other ranges promise for the table."""
-    server = Server(ME)
-    server.see(ADVISED)
-    assert server.replication.is_handing_over
-    assert server.machine.prepared_changes == ()
-
-
 def _copy() -> ShardCopy:
     return fresh_copy(make_table(), range(4))
 

@@ -94,6 +94,26 @@ def test_nothing_is_promised_of_a_table_that_has_blocks_in_a_missing_range() -> 
     assert not list(server.output.prepared_changes)
 
 
+def test_nothing_is_promised_while_a_range_has_stopped() -> None:
+    """It could not keep the promise, and its clock may be beyond those of the others (S9)."""
+    server = Server(min_in_sync=1)
+    both = view(1, (2, ONE, (), ()), (2, ONE, (TWO,), ()))
+    first, second = both.ranges
+    server.see(both)
+    for record in server.sent:
+        server.replication.acked(TWO, Ack(record.range_id, record.number, EPOCH), 0.0)
+    server.replication.granted(TWO, Grant(0.0, (second.range_id,)), 0.0)
+    server.output.release(0.0, [second.range_id])
+    promised = [PreparedChange(TABLE.table_id, 1, 0)]
+    assert list(server.output.prepared_changes) == promised
+    advised = replace(second, hand_over_to=TWO)
+    server.see(replace(both, view_number=2, ranges=(first, advised)))
+    assert server.replication.primaries[second.range_id].is_stopped
+    assert not list(server.output.prepared_changes)
+    server.see(replace(both, view_number=3))
+    assert list(server.output.prepared_changes) == promised
+
+
 def test_who_joins_again_is_given_what_was_promised_while_nobody_listened() -> None:
     """It has the newest record still, and that does not have the promise (S9)."""
     server = Server(min_in_sync=1)
