@@ -42,7 +42,8 @@ REPLACEMENT_MUTANTS = (
         _STATE,
         "        formed = max(self.formed_clock, self._unscaled_clock)\n",
         "        formed = self.formed_clock\n",
-        ("replacements", "starts-logs"),
+        ("runs-departures",),
+        first_seed=170,
     ),
     Mutant(
         "who was replaced is forgotten with a step that is held",
