@@ -38,11 +38,12 @@ class AwaySimulation(FailoverSimulation):
 
     often: ClassVar[frozenset[str]] = frozenset({
         "scheduler paused", "scheduler late", "scheduler died", "away with a change open",
-        "away with a cut open", "killed while it was away", "changes taken, heard of by asking",
+        "away with a cut open", "changes taken, heard of by asking",
         "changes given up, heard of by asking", "gone", "failovers", "checkpoints",
         "struck while it was late", "primary heard late", "backup killed beside",
         "ranges suspended", "primary again",
     })  # fmt: skip
+    seldom: ClassVar[frozenset[str]] = frozenset({"killed while it was away"})
     medians: ClassVar[dict[str, int]] = {"messages": 2_000, "failovers": 1}
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
