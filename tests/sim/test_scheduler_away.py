@@ -49,6 +49,7 @@ class AwaySimulation(FailoverSimulation):
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self._is_away = self._is_dead = False
         self._waiting: list[Callable[[], None]] = []
+        self._advised_view = 0  # the last that advises a hand-over
         super().__init__(seed, narrate=narrate)
         draw = self.world.draw
         self._dies = draw.random() < 0.6
@@ -190,11 +191,14 @@ class AwaySimulation(FailoverSimulation):
         self._is_away = self._is_dead = True
         return True
 
-    @staticmethod
-    def _behind(server: SimServer, view: ClusterView) -> bool:
-        """Whether it does not know who serves what, or who is gone."""
+    def _behind(self, server: SimServer, view: ClusterView) -> bool:
+        """Whether it does not know who serves what, or who is gone, or a view is on its way to it by
+        which it would hand a range over, and ask who does not answer.
+        """
         known = getattr(server, "_view", None)
-        return known is None or known.ranges != view.ranges or _ended(known) != _ended(view)
+        if known is None or known.view_number < self._advised_view:
+            return True
+        return known.ranges != view.ranges or _ended(known) != _ended(view)
 
     # --- what is as it was before
 
@@ -214,9 +218,11 @@ class AwaySimulation(FailoverSimulation):
         else:
             super().kill_worker(worker)
 
-    def _tell(self, server: SimServer, view: object) -> None:
+    def _tell(self, server: SimServer, view: ClusterView) -> None:
         if self._is_away:
             return
+        if any(r.hand_over_to is not None for r in view.ranges):
+            self._advised_view = view.view_number
         late_s = self.world.slow.get((SCHEDULER, server.node_id), 0.0)
         if late_s:
             delay_s = self.world.draw.random() * late_s
