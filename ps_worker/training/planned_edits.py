@@ -12,7 +12,7 @@ Rules:
     - All edits have one name, which covers all changes, so workers that disagree about any change
       disagree at the first edit.
     - A wait that expires leaves the other edits to the next call. A refusal begins all of them
-      anew.
+      anew, but for that of a clock that is passed: it is over, and nothing was wanted of it.
 
 Invariants:
     EDIT-1  The next edit is asked for only while there is one.
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ps_core.errors import check
+from ps_core.errors import EditRefused, check
 from ps_core.tables.optimizers import VALUES_ARRAY
 from ps_worker.training.served_state import DIGEST_BYTES, LoadedState, digest_of_arrays
 from ps_worker.training.tables.inspection import is_finite
@@ -130,6 +130,14 @@ class PlannedEdits:
         check(bool(self._left), "EDIT-1", "nothing is planned")
         return self._left[0]
 
+    def name_at(self, rank: int) -> bytes:
+        """The name of the next edit, as a worker seals it. One with a problem has a name of its
+        own: it is refused and ends the clock for all workers, which need not wait for this one.
+        """
+        if self.next == PASSED:
+            return PASSED.encode()
+        return f"refused by worker {rank}".encode() if self.problem else self.digest
+
     def values(self, table: TrainedTable) -> torch.Tensor | None:
         """A table's values of the next edit's array; None if it has none."""
         check(self._loaded is not None, "EDIT-1", "no state was loaded")
@@ -140,9 +148,17 @@ class PlannedEdits:
         """True if all planned edits are in place once the servers have the next."""
         return len(self._left) - (ASLEEP in self._left) <= 1
 
-    def taken(self) -> None:
-        """The servers have the next edit."""
-        self._left.popleft()
+    def ended(self, refused: EditRefused | None = None) -> EditRefused | None:
+        """The clock of the next edit is over: go on to the one after it, or, after a refusal or
+        with a problem, forget all. Returns the refusal that counts. A refused clock is passed, too:
+        a worker that has died may have sealed it as a step.
+        """
+        counts = None if self.next == PASSED else refused
+        if counts is not None or self.problem:
+            self.forget()
+        else:
+            self._left.popleft()
+        return counts
 
     def forget(self) -> None:
         self._left.clear()

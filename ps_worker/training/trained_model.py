@@ -578,13 +578,9 @@ class TrainedModel:
         return next((reason for reason in reasons if reason), "")
 
     def _seal_edit(self) -> _SealedStep:
-        """Seal the next edit on every table. One with a problem has a name of its own: it is
-        refused and ends the clock for all workers, which need not wait for this one.
-        """
+        """Seal the next edit on every table."""
         edits, array = self._edits, self._edits.next
-        name = f"refused by worker {self._client.rank}".encode() if edits.problem else edits.digest
-        if array == PASSED:
-            name = PASSED.encode()
+        name = edits.name_at(self._client.rank)
         if array != ASLEEP:
             self._seal_buffers()
             for rows in self.rows:
@@ -606,12 +602,10 @@ class TrainedModel:
 
     def _ended_edit(self, sealed: _SealedStep) -> None:
         """Go on to the next planned edit; after a refusal, plan anew with the next step."""
+        sealed.refused = self._edits.ended(sealed.refused)
         if sealed.refused is not None or sealed.problem:
-            self._edits.forget()
             self.group.sealed()  # no worker has sealed a step of its gradients
-            return
-        self._edits.taken()
-        if not self._edits:
+        elif not self._edits:
             self.loaded = None
 
     def _end_refused(self, sealed: _SealedStep) -> None:

@@ -20,7 +20,7 @@ import random
 from collections.abc import Iterator
 from functools import partial
 
-from ps_core.cluster_view import NodeState, RangeAssignment, Session
+from ps_core.cluster_view import ClusterView, NodeState, RangeAssignment, Session
 from ps_core.errors import Fenced, PushpullError, Recovering
 from ps_core.keys import NodeId
 from ps_server.replication.departure_machine import Departure, DepartureStep
@@ -348,7 +348,7 @@ class Departing(FailoverSimulation):
                     (SCHEDULER, server.node_id),
                 )
 
-    def _tell(self, server: SimServer, view: object) -> None:
+    def _tell(self, server: SimServer, view: ClusterView) -> None:
         """Who has left is told nothing more."""
         nodes = {node.node_id: node for node in self.scheduler.view.nodes}
         node = nodes.get(server.node_id)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from ps_core.change import ChangeOutcome
-from ps_core.cluster_view import Session
+from ps_core.cluster_view import ClusterView, Session
 from ps_core.errors import Fenced, InvalidConfig
 from ps_core.keys import Incarnation, TableId
 from ps_core.tables.table import Table
@@ -199,9 +199,9 @@ class ScheduledSimulation(Simulation):
         counts["proposed"] += isinstance(transition, ChangeProposed)
         counts["withdrawn"] += isinstance(transition, ChangeWithdrawn)
 
-    def _tell(self, server: SimServer, view: object) -> None:
+    def _tell(self, server: SimServer, view: ClusterView) -> None:
         delay_s = self.world.draw.random() * VIEW_DELAY_S
-        self.world.after(delay_s, lambda: server.observe(view))  # type: ignore[arg-type]
+        self.world.after(delay_s, lambda: server.observe(view))
 
 
 def _words(transition: Transition) -> str:

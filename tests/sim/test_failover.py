@@ -337,12 +337,12 @@ class FailoverSimulation(ScheduledSimulation):
             for worker in self.workers:
                 self._tell_worker(worker)
 
-    def _tell(self, server: SimServer, view: object) -> None:
+    def _tell(self, server: SimServer, view: ClusterView) -> None:
         delay_s = self.world.draw.random() * VIEW_DELAY_S
         link = SCHEDULER, server.node_id
 
         def arrive() -> None:
-            self.world.arrive(link, lambda: server.observe(view))  # type: ignore[arg-type]
+            self.world.arrive(link, lambda: server.observe(view))
 
         self.world.after(delay_s, arrive)
 

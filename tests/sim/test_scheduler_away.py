@@ -192,8 +192,8 @@ class AwaySimulation(FailoverSimulation):
         return True
 
     def _behind(self, server: SimServer, view: ClusterView) -> bool:
-        """Whether it does not know who serves what, or who is gone, or a view is on its way to it by
-        which it would hand a range over, and ask who does not answer.
+        """Whether it does not know who serves what, or who is gone, or is to get a view that
+        advises a hand-over: it would ask who does not answer.
         """
         known = getattr(server, "_view", None)
         if known is None or known.view_number < self._advised_view:

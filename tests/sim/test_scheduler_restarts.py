@@ -170,7 +170,7 @@ class RestartSimulation(AwaySimulation, ReplacementSimulation):
         elif not self._is_away and self._untold.newest:
             self._unanswered.append((self._untold.newest, action))
 
-    def _tell(self, server: SimServer, view: object) -> None:
+    def _tell(self, server: SimServer, view: ClusterView) -> None:
         del view
         assert self._told_view is not None
         super()._tell(server, self._told_view)

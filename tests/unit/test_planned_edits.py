@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ps_core.errors import InvariantViolation
+from ps_core.errors import EditRefused, InvariantViolation
 from ps_core.tables.optimizers import STEP_ARRAY, VALUES_ARRAY
 from ps_worker.spec.optimizers import SGD
 from ps_worker.training.planned_edits import (
@@ -43,7 +43,7 @@ def order(edits: PlannedEdits) -> list[tuple[str, bool]]:
     found = []
     while edits:
         found.append((edits.next, edits.is_in_place_with_next))
-        edits.taken()
+        edits.ended()
     return found
 
 
@@ -90,6 +90,19 @@ def test_invalid_values_are_an_edit_without_a_name_that_no_state_comes_with() ->
     assert order(edits) == [("", True)]
 
 
+def test_a_refusal_ends_all_edits_but_for_that_of_a_clock_that_is_passed() -> None:
+    """A worker that has died may have sealed it as a step."""
+    awake, _ = awake_and_asleep()
+    edits = PlannedEdits()
+    refused = EditRefused("worker 3 changed parameters, and worker 2 did not")
+    edits.plan({awake: [0]}, None, "", passed_count=1)
+    assert edits.name_at(3) == PASSED.encode()
+    assert edits.ended(refused) is None
+    assert (edits.next, edits.name_at(3)) == ("", edits.digest)
+    assert edits.ended(refused) is refused
+    assert not edits
+
+
 def test_the_next_edits_values_are_those_of_its_array() -> None:
     awake, asleep = awake_and_asleep()
     state = loaded(awake)
@@ -97,7 +110,7 @@ def test_the_next_edits_values_are_those_of_its_array() -> None:
     edits.plan({}, state, "")
     assert edits.values(awake) is state.arrays[awake][ARRAY]
     assert edits.values(asleep) is None
-    edits.taken()
+    edits.ended()
     assert edits.values(awake) is state.arrays[awake][STEP_ARRAY]
     edits.forget()
     with pytest.raises(InvariantViolation, match="EDIT-1"):
