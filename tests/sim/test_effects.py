@@ -114,8 +114,10 @@ class MortalServer(ReplicatedServer):
         done_count = self.breaks_in or 0
         if self._breaks_now(len(committed)):
             yield from super()._doing(committed[:done_count])
-            self.world.counts["fault: effect failed"] += 1
-            raise BrokenEffect
+            if self.may_break():  # no other was lost meanwhile
+                self.world.counts["fault: effect failed"] += 1
+                raise BrokenEffect
+            committed = committed[done_count:]
         yield from super()._doing(committed)
 
     def accumulate(self, effect: Accumulate) -> None:
