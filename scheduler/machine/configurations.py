@@ -389,8 +389,8 @@ class Configurations:
         target = assignment.hand_over_to
         return (
             0 < needed <= len(assignment.backups)
-            and not set(assignment.holders) - living
-            and not set(assignment.catching_up) - {target}
+            and not set(assignment.in_sync) - living
+            and not (living & {*assignment.catching_up}) - {target}
             and not self._is_unconfirmed(assignment.range_id)
         )
 
@@ -722,7 +722,7 @@ class HandOvers:
         if targets:
             return self._configurations.advise(targets)
         transitions = self._configurations.spare(
-            r.range_id for r in state.ranges if state.range_bytes.get(r.range_id)
+            r.range_id for r in state.ranges if self._configurations.is_whole(r, living)
         )
         if transitions:
             return transitions

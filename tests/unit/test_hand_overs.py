@@ -32,11 +32,13 @@ LEASES_S = 15.0
 class Cluster(Harness):
     """Servers that hand over what they are advised to, at once, and copy to whoever joins."""
 
-    def __init__(self, server_count: int = 2, replica_count: int = 2, **fields: object) -> None:
+    def __init__(
+        self, server_count: int = 2, replica_count: int = 2, run: str = "", **fields: object
+    ) -> None:
         super().__init__(server_count=server_count, replica_count=replica_count, range_count=8)
         self.fields = {"features": FEATURES} | fields
         self.servers = [self.come() for _ in range(server_count)]
-        self.worker = self.join(Role.WORKER)
+        self.worker = self.join(Role.WORKER, run=run, world_size=1 if run else 0)
         self.create(self.worker)
         self.obeys = self.hands_over = True
 
@@ -299,6 +301,42 @@ def test_advice_ends_when_a_server_comes_and_its_target_is_dropped() -> None:
         now = cluster.ranges[before.range_id]
         assert now.catching_up == ()
         assert now.assignment_epoch > before.assignment_epoch
+
+
+def test_who_fell_silent_while_it_was_copied_to_holds_off_no_hand_over() -> None:
+    """With fewer servers than replicas it is named for as long as no other has come."""
+    cluster = Cluster(server_count=3, replica_count=3)
+    first = cluster.servers[0]
+    cluster.pass_time(10.0, first, cluster.worker)
+    cluster.ask(
+        *[BackupRequest(r.range_id, r.assignment_epoch, frozenset()) for r in cluster.ranges]
+    )
+    silent = cluster.come()
+    cluster.pass_time(10.0, first, cluster.worker)
+    cluster.servers = [first, cluster.come()]
+    backups = frozenset({cluster.servers[1].node_id})
+    cluster.ask(*[BackupRequest(r.range_id, r.assignment_epoch, backups) for r in cluster.ranges])
+    assert all(r.catching_up == (silent.node_id,) for r in cluster.ranges)
+    cluster.obeys = False
+    cluster.go_on(LEASES_S)
+    assert {r.hand_over_to for r in cluster.advised} == backups
+
+
+def test_a_range_whose_table_was_removed_keeps_no_backup_beyond_those_it_needs() -> None:
+    """The one that was to take it over had been let in before."""
+    cluster = Cluster(run="a")
+    cluster.servers.append(cluster.come())
+    cluster.obeys = False
+    cluster.go_on(LEASES_S)
+    cluster.ask(let_in(cluster.advised[0]))
+    assert max(len(r.in_sync) for r in cluster.ranges) == 3
+    cluster.leave(cluster.worker)
+    cluster.cluster.remove_run(cluster.join(Role.OPERATOR), "a")
+    for _ in range(60):
+        cluster.pass_time(1.0, *cluster.servers)
+        for each in cluster.ranges:
+            cluster.obey(each)
+    assert all(len(r.in_sync) == 2 for r in cluster.ranges)
 
 
 def test_a_target_that_is_copied_to_replaces_a_backup_that_fell_silent() -> None:
