@@ -379,7 +379,9 @@ class Checkpointer:
                 added = [grad for grad in now[len(before) :] if grad.clock != decided]
                 assert now[: len(before)] == before, f"HOLD: {key} is another"
                 assert not added, f"HOLD: {key} changed while its copies had no room"
-        server.carry_out(server.machine.copied(key, part.number, server.now_s))
+        server.in_turn(
+            lambda: server.carry_out(server.machine.copied(key, part.number, server.now_s))
+        )
 
     def _begin_part(self, server: SimServer, number: int) -> None:
         """It makes its file; where it cannot, it says so, and reads nothing."""

@@ -382,10 +382,12 @@ class ReplacementSimulation(FailoverSimulation):
         return True
 
     def _are_declared_gone(self) -> bool:
-        """Some were only paused, and woke in time; others died of an error."""
+        """Some were only paused, and woke in time; others died of an error, or were told to end."""
         dead = [worker for worker in self.calamities.dead_workers if worker.is_down]
         dead += [worker for worker in self.workers if worker.failed]
-        return all(w.incarnation in self.truth.gone for w in dead if w not in self.has_left)
+        nodes = self.scheduler.view.nodes
+        gone = self.truth.gone | {n.incarnation for n in nodes if n.state is NodeState.LEFT}
+        return all(w.incarnation in gone for w in dead if w not in self.has_left)
 
     def _end_late(self, worker: SimWorker) -> None:
         """It came as the others ended: it is killed, since nobody waits for its end."""
