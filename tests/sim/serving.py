@@ -140,7 +140,10 @@ class Watch:
         # A change is prepared without an event; a record says so before anybody is told.
         said = server.output._told.get(place)
         prepared = 0 if said is None else min(facts.prepared, said.facts.prepared)
-        known = _growing(facts._replace(prepared=prepared))
+        workers = shard.state.by_rank.values()
+        is_left = all(worker.left_clock is not None for worker in workers)
+        clock = 0 if is_left else facts.clock  # who joins then may be a final seal behind it
+        known = _growing(facts._replace(prepared=prepared, clock=clock))
 
         def decided() -> None:
             newest = _Decided(log.term, log.number + log._is_past, known)
