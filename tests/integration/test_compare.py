@@ -272,6 +272,15 @@ def test_a_report_that_cannot_be_written_any_more_leaves_the_last_and_the_table(
     )
 
 
+def test_runs_that_no_report_has_are_a_failure_though_they_finished(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FILLS_THE_DISK)
+    arguments = ("--modes", "bsp", "--seeds", "1", "-w", "1", "--", "{seed}")
+    with Tool("compare", str(script), *arguments, cwd=tmp_path, is_warm=True) as tool:
+        assert tool.end(START_DEADLINE_S) == 1, tool.text
+    assert tool.text.endswith("compare.html and compare.json lack 1 of 1 runs\n")
+
+
 def test_an_earlier_report_stays_until_a_run_has_ended(tmp_path: Path) -> None:
     (tmp_path / "endless.py").write_text(
         "import signal\nprint('begins', flush=True)\nsignal.pause()"

@@ -538,9 +538,10 @@ class Deaf(Answering):
         super().__init__(node_id)
         self.due = asyncio.Semaphore(0)
         self.has_two_more = asyncio.Event()
+        self.connections: list[str] = []  # of the streams
 
     async def replicate(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        del context
+        self.connections.append(context.peer())
         self.stream_count += 1
         if self.stream_count == 4:
             self.has_two_more.set()
@@ -608,6 +609,7 @@ def test_a_peer_that_answers_no_beat_is_connected_to_anew() -> None:
                     link.look(2_000.0 + tick * LEASE_S / 10)
                 await said.wait()
             await deaf.has_two_more.wait()
+            assert not {*deaf.connections[:2]} & {*deaf.connections[2:]}
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
 

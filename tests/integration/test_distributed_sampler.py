@@ -121,6 +121,24 @@ def test_each_epoch_has_every_sample_once_in_another_order() -> None:
     assert len(orders[0]) == len(orders[1]) == SAMPLES // 3
 
 
+def test_a_last_batch_that_is_not_full_ends_the_share() -> None:
+    def work(client: ps.Client) -> tuple[int, int]:
+        model = nn.Linear(1, 1)
+        optimizer = ps.DistributedOptimizer(client, model, ps.SGD(lr=0.0))
+        sampler = ps.DistributedSampler(client, data())
+        loader: Any = DataLoader(data(), batch_size=SAMPLES - 1, sampler=sampler)
+        taken = []
+        for batch in sampler.follow(loader):
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+            taken.append(sampler.state_dict()["taken"])
+        first, last = taken
+        return first, last
+
+    assert run(1, work) == [(SAMPLES - 1, SAMPLES)]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_a_run_goes_on_with_what_was_left_of_its_epoch(tmp_path: Path, workers: int) -> None:

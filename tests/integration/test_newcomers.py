@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -158,6 +159,41 @@ def test_a_newcomer_is_told_that_it_joins_between_steps_of_two_models(
     assert "joined_between_steps" in caplog.text
     assert "'critic/0/float32' 3, 'actor/0/float32' 2" in caplog.text
     _close(clients)
+
+
+@pytest.mark.slow
+def test_models_that_go_on_from_other_clocks_are_equally_far_for_a_newcomer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = {"PUSHPULL_CHECKPOINT_URL": str(tmp_path)}
+    resumed = {**ENVIRONMENT, "PUSHPULL_RESUME": str(tmp_path)}
+
+    def trained(client: ps.Client, name: str, count: int) -> ps.DistributedOptimizer:
+        """One of the models, after so many steps."""
+        model = seeded(lambda: nn.Linear(4, 1))
+        optimizer = optimizer_for(client, model, name=name)
+        for _ in range(count):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+        return optimizer
+
+    with (
+        lane_cluster(servers=1, workers=1, environment=root) as cluster,
+        ps.connect(cluster.address, request_deadline_s=DEADLINE_S) as client,
+    ):
+        models = [trained(client, "critic", 4), trained(client, "actor", 2)]
+        assert [model.clock for model in models] == [4, 2]
+        client.checkpoint("for the test").wait(DEADLINE_S)
+    with lane_cluster(servers=1, workers=1, environment=resumed) as again:
+        clients = []
+        for count in (1, 0):
+            clients.append(ps.connect(again.address, request_deadline_s=DEADLINE_S))
+            models = [trained(clients[-1], "critic", count), trained(clients[-1], "actor", count)]
+            assert [model.clock for model in models] == [5, 3]
+        assert clients[1].is_late_joiner
+        _close(clients)
+    assert "joined_between_steps" not in caplog.text
 
 
 @pytest.mark.thorough

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -320,6 +321,23 @@ def test_a_connection_that_is_closed_before_it_is_made_ends(run: Run) -> None:
             loop = asyncio.get_running_loop()
             await loop.create_connection(unwanted, "127.0.0.1", server.port)
             await lost.wait()
+
+    run(main())
+
+
+def test_a_connection_that_is_taken_during_a_stop_is_closed(run: Run) -> None:
+    """The system had accepted it before the port was closed."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        own, others = socket.socketpair()
+        async with stream_server() as (server, _):
+            await server.stop(0.0)
+            await loop.connect_accepted_socket(server._connected, others)
+            reader, writer = await asyncio.open_connection(sock=own)
+            await reader.read()  # to its end
+            writer.close()
+            assert not server.connection_count
 
     run(main())
 

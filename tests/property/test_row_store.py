@@ -279,6 +279,12 @@ def test_rows_that_leave_are_admitted_and_are_rounded_are_the_twins(
         assert store.candidate_count == len(twin.candidates.seen)
 
 
+def test_each_partition_has_its_share_of_a_bound_below_their_number() -> None:
+    store = store_of(with_rows(table_of(), RowsSpec(PARTITIONS, SEED, max_row_count=1)))
+    step(store, 1, [[(row_id, [1, 1, 1]) for row_id in ALL_IDS]])
+    assert store.row_count == PARTITIONS
+
+
 class Click:
     """One element of a row by the equations of algorithm 1 in "Ad Click Prediction: a View from the
     Trenches", whose z starts where the closed form of w, without penalties, has the initial value.

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 
 import pytest
 
+from ps_runtime.system.clock import now_s
 from ps_runtime.system.future_waits import LOOK_S, result_of, wait_until_ended
 
 TIMEOUT_S = 30.0
@@ -53,6 +54,14 @@ def test_a_wait_ends_when_all_are_done_or_one_has_failed() -> None:
     wait_until_ended([Future(), failed], TIMEOUT_S)
     with pytest.raises(ValueError, match="on purpose"):
         result_of(failed, TIMEOUT_S)
+
+
+def test_a_wait_ends_when_one_is_cancelled() -> None:
+    cancelled: Future[None] = Future()
+    threading.Timer(0.01, cancelled.cancel).start()
+    begun_s = now_s()
+    wait_until_ended([Future(), cancelled], TIMEOUT_S)
+    assert now_s() - begun_s < TIMEOUT_S
 
 
 def test_a_wait_ends_in_time() -> None:

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.consistency import Consistency, Mode
+from ps_core.keys import Incarnation, NodeId
 from ps_core.ledger import ReplyKind
 from ps_core.tables.table import Table
 from ps_server.ranges.events import Effect
@@ -70,6 +72,18 @@ def test_what_a_sum_takes_is_not_given_to_others() -> None:
     assert gate.push(2) == {ReplyKind.RECEIVED}
     assert len(applied(gate.seal(2))) == 1
     assert gate.staging.held_bytes == 0
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_who_has_ended_is_given_no_credit_and_its_replacement_is(is_replaced: bool) -> None:
+    gate = Gate(3, Consistency(Mode.BSP))
+    for rank in (0, 1, 2):
+        gate.push(rank)
+    last = gate.bench.sender(2)
+    ended = Incarnation(last.incarnation - is_replaced)
+    gate.staging.forget(Node(NodeId(9), ended, Role.WORKER, 2, "", NodeState.LEFT))
+    gate.seal(0)
+    assert (ReplyKind.CREDIT in kinds(gate.seal(1))) == is_replaced
 
 
 def test_a_sum_that_waits_for_its_scale_counts_until_it_has_it() -> None:

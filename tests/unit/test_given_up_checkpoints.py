@@ -108,6 +108,7 @@ def test_whatever_keeps_its_manifest_from_being_made_is_the_failure_of_this_one_
         assert (history.complete_count, history.failed_count) == (0, 1)
         assert history.failed_number == number
         assert history.failed_reason == "KeyError: 99"
+        assert checkpointing.history(harness.now_s + 1.5).failed_ms == 1500
         assert harness.cluster.begin_checkpoint("again", harness.now_s).reply.number > number
 
     asyncio.run(live())

@@ -137,13 +137,20 @@ def test_a_half_closed_stream_ends_behind_its_last_answer() -> None:
         await reading
         assert [part for _, part in sent if part is not None] == [b"first", b"last"]
 
-        stream = PushStream(1, SESSION, UnreadAnswers(lambda: 0.0).reader())
-        stream.pending.setdefault((TableId(1), RangeId(0), 1), 0.0)
-        stream.end_input()
-        reading = asyncio.create_task(read())
-        assert await goes_on()
-        stream.reply(RECEIVED._replace(kind=ReplyKind.COMMITTED))
-        await reading
+        def reply() -> None:
+            stream.reply(RECEIVED._replace(kind=ReplyKind.COMMITTED))
+
+        def reply_elsewhere() -> None:
+            stream.end((TableId(1), RangeId(0), 1))
+
+        for last in (reply, reply_elsewhere):
+            stream = PushStream(1, SESSION, UnreadAnswers(lambda: 0.0).reader())
+            stream.pending.setdefault((TableId(1), RangeId(0), 1), 0.0)
+            stream.end_input()
+            reading = asyncio.create_task(read())
+            assert await goes_on()
+            last()
+            await reading
 
     asyncio.run(asyncio.wait_for(whole(), 10.0))
 

@@ -33,6 +33,7 @@ from ps_server.update_log.recovery import (
     read_log,
 )
 from pushpull.v1.update_log_pb2 import UpdateLogHeader
+from tests.unit.power_cut import RecordingDisk
 from tests.unit.written_logs import LEFT, RIGHT, OlderSyncedLog, Owner, SyncedLog, WrittenLog
 
 DEADLINE_S = 1.0
@@ -93,6 +94,20 @@ def test_what_is_of_another_timeline_is_of_no_cluster(tmp_path: Path) -> None:
     new = recovered.of(replace(session, timeline=b"n" * 16), shards)
     assert (new.replicas, new.segments, new.sizes) == ({}, {}, recovered.sizes)
     assert not shards.stores
+
+
+def test_a_log_that_is_set_aside_is_another_before_its_first_segment_goes(tmp_path: Path) -> None:
+    """A server that dies in between must claim nothing of what is left."""
+    disk = RecordingDisk()
+    with LogDirectory(tmp_path, disk) as directory:
+        for number in (1, 2):
+            directory.segment(number).touch()
+        before, begin = directory.log_id, len(disk.operations)
+        directory.set_aside()
+        assert directory.former_ids == (before,)
+    targets = [each.target for each in disk.operations[begin:] if each.kind == "rename"]
+    expected = ("log_id", "00000001.damaged", "00000002.damaged")
+    assert targets == [tmp_path / name for name in expected]
 
 
 def opened_id(path: Path) -> bytes:

@@ -139,12 +139,13 @@ def test_nothing_is_lost_whatever_becomes_of_the_steps(
             twin.check()
 
 
-def test_what_is_applied_on_arrival_counts_though_the_step_is_skipped() -> None:
+@pytest.mark.parametrize("takes_part", [False, True])
+def test_what_is_applied_on_arrival_counts_though_the_step_is_skipped(takes_part: bool) -> None:
     encoder = PushEncoder(table(), INT8, 0)
     gradient = np.linspace(-1, 1, BLOCK, dtype=np.float32)
     _, payload = encoder.encode(1, BlockValues(0, gradient.data.cast("B")), is_final=True)
     encoder.keep_only(1, ())
-    encoder.sealed(1, 1.0, takes_part=False)
+    encoder.sealed(1, 1.0, takes_part=takes_part)
     taken = np.empty(BLOCK, np.float32)
     int8.decode(payload, taken)
     left = encoder.state_dict()["residuals"].numpy()[:BLOCK]

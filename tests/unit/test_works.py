@@ -129,6 +129,7 @@ def test_who_does_not_wait_any_more_changes_nothing() -> None:
             task.cancel()
         await bench.works.in_turn(lambda: None)
         assert bench.lines[-1] == "b ends"
+        assert not bench.failures
 
     asyncio.run(asyncio.wait_for(whole(), 30.0))
 

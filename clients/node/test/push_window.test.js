@@ -178,6 +178,15 @@ test('after a refusal the table waits for credit at that server, and only there'
   assert.deepEqual(blocks(window.take(400)), [[3, 3, 1]]);
 });
 
+test('after its stream broke a server is sent what it had refused at once', () => {
+  submit(1, { blocks: [0] });
+  window.take(0);
+  reply('REFUSED', 0, 1, error('OVERLOADED', 500));
+  window.streamBroke(11);
+  window.streamOpened(11);
+  assert.deepEqual(blocks(window.take(0)), [[0, 0, 1]]);
+});
+
 test('a block that is given back after its seal left goes again alone', () => {
   submit(1, { blocks: [0] });
   receiveAll();
