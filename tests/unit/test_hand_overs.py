@@ -14,11 +14,13 @@ from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, key_ranges
 from scheduler.machine.changes import ChangeRequest
+from scheduler.machine.cluster import Cluster as ClusterMachine
 from scheduler.machine.cluster import Created
 from scheduler.machine.placement import hand_overs
 from scheduler.machine.state import (
     HandOversAdvised,
     RangesHandedOver,
+    Restored,
     ServerMemory,
     UpdateLogClaim,
 )
@@ -122,6 +124,20 @@ def test_who_comes_is_copied_to_and_then_takes_its_share() -> None:
     cluster.transitions.clear()
     cluster.go_on(60.0)
     assert cluster.transitions == []
+
+
+def test_after_a_restore_in_place_who_comes_too_late_takes_its_share() -> None:
+    """Its table waits for no more servers than the cluster was started for."""
+    cluster = uneven()
+    settings = cluster.cluster.in_new_timeline(Restored("runs/1", {}), b"n" * 16, b"k" * 32)
+    cluster.cluster = ClusterMachine(settings, cluster.now_s)
+    cluster.servers = [cluster.come() for _ in range(2)]
+    cluster.worker = cluster.join(Role.WORKER)
+    assert isinstance(cluster.create(cluster.worker), Created)
+    cluster.servers.append(cluster.come())
+    assert cluster.counts() == [4, 4, 0]
+    cluster.go_on(60.0)
+    assert sorted(cluster.counts()) == [2, 3, 3]
 
 
 def test_a_backup_takes_ranges_where_its_primary_has_too_many() -> None:
