@@ -83,6 +83,11 @@ _PIECES_IN_FLIGHT = 2
 
 _NAMED_TABLE_COUNT = 8
 
+_NO_STEP_ANY_MORE = (
+    "this worker can take no step of it any more: start all workers again from a checkpoint, or "
+    "call client.restore at each"
+)
+
 
 class ClientTables:
     """The handles of one client. Thread-safe."""
@@ -479,10 +484,14 @@ class ClientTables:
 
     def begin_step(self, table: TableHandle) -> TableStep:
         """The open step of this worker on `table`; begins one if there is none. Blocks while
-        MAX_UNCOMMITTED_STEP_COUNT steps of the table are not committed.
+        MAX_UNCOMMITTED_STEP_COUNT steps of the table are not committed. Raises the error of a
+        seal that a server has refused for good.
         """
         self._connection.check_may_push("push")
         self.check_own(table)
+        refused = self._engine.pushes.refused.get(table.table.table_id)
+        if refused is not None:
+            raise type(refused)(f"{refused.message}; {_NO_STEP_ANY_MORE}")
         while table.steps.owed_count:
             table.steps.owed_count -= 1
             self._next_step(table).seal(skip=True)

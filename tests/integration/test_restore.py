@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -280,3 +281,45 @@ def test_the_same_module_goes_on_with_another_optimizer(
             assert set(model.state_dict()) == set(saved)
     finally:
         gc.enable()
+
+
+@pytest.mark.thorough
+def test_workers_that_disagreed_take_no_step_until_all_are_taken_back(tmp_path: Path) -> None:
+    """Whoever had its seal refused is told so by each later call, at once, also if it agrees."""
+    root = str(tmp_path / "checkpoints")
+
+    def begin(client: ps.Client) -> ps.DistributedOptimizer:
+        model = torch.nn.Linear(2, 2)
+        optimizer = ps.DistributedOptimizer(client, model, ps.SGD(lr=0.1), name="m")
+        take(optimizer, 0.1)
+        return optimizer
+
+    def take(optimizer: ps.DistributedOptimizer, rate: float) -> None:
+        (group,) = optimizer.param_groups
+        group["lr"] = rate
+        optimizer.zero_grad()
+        torch.stack([parameter.sum() for parameter in group["params"]]).sum().backward()
+        optimizer.step()
+
+    def disagree(optimizer: ps.DistributedOptimizer, rate: float) -> None:
+        with pytest.raises(ps.InvalidConfig, match=r"disagree about clock 2 .* client\.restore"):
+            take(optimizer, rate)
+
+    with ps.local_cluster(1, 2, checkpoint_url=root) as cluster, ThreadPoolExecutor(2) as pool:
+        clients = [connect(cluster, rank, "shm") for rank in range(2)]
+        optimizers = list(pool.map(begin, clients))
+        made, _ = pool.map(lambda client: client.checkpoint().wait(), clients)
+        list(pool.map(disagree, optimizers, [0.1, 0.2]))
+        (refused,) = [client for client in clients if client.engine.pushes.refused]
+        (table,) = [each for each in refused.tables.handles if "buffers" not in each.name]
+        for _ in range(2):
+            with pytest.raises(
+                ps.InvalidConfig, match=r"disagree about clock 2 .* can take no step of it"
+            ):
+                refused.push(table, np.ones(6, np.float32), hyperparameters={"lr": 0.1})
+            with pytest.raises(ps.InvalidConfig, match="disagree about clock 2"):
+                take(optimizers[clients.index(refused)], 0.1)
+        clients = list(pool.map(lambda client: client.restore(made.url), clients))
+        assert [each.clock for each in pool.map(begin, clients)] == [2, 2]
+        for client in clients:
+            client.close()

@@ -215,6 +215,7 @@ def test_an_error_of_schedules_says_what_parts_them() -> None:
     others = str(explained(InvalidConfig(f"{NAMED}momentum: 0.1 and 0.09")))
     assert "expected the same at every worker" in others
     assert "GradScaler" not in others
+    assert "client.restore" in others
     assert "last_epoch" not in others
     error = InvalidConfig("lr: is 5")
     assert explained(error) is error

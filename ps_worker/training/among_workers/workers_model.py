@@ -51,6 +51,12 @@ _LATE_SCHEDULES = (
     "group of optimizer.param_groups (TRAINING.md)"
 )
 
+_GO_BACK = (
+    "The step was not taken, and is not if they agree now: start all workers again from a "
+    "checkpoint, or call client.restore at each (CONSISTENCY.md)"
+)
+"""Where workers go on from after they have disagreed."""
+
 _MOST_NAME_BYTES = limits.MAX_HYPERPARAMETER_NAME_BYTES
 _VALUE_BYTES = 6
 """Bytes of a digest that a float64 holds, as a whole number."""
@@ -146,7 +152,7 @@ def explained(error: InvalidConfig) -> InvalidConfig:
     """
     if DISAGREE not in error.message:
         return error
-    words = "expected the same at every worker, changed before the same step"
+    words = f"expected the same at every worker, changed before the same step. {_GO_BACK}"
     if "lr: " in error.message:
         words += f". {SCHEDULES}. {_LATE_SCHEDULES}"
     return InvalidConfig(f"{error.message}; {words}")
