@@ -2,7 +2,8 @@
 
 Rules:
     - A restore takes a run back to its source, and leaves behind what the run has made since: all
-      checkpoints of its timelines with larger numbers, up to the newest at the restore.
+      checkpoints of its timelines with larger numbers, up to the newest at the restore. One without
+      a source begins the run anew, and leaves all of them behind.
     - A restore that was made of what a later one has left behind is void.
     - A scheduler records a restore when it is durable, and before it is answered; if it ends in
       between, another does that goes on from its journal.
@@ -33,7 +34,8 @@ class RecordedRestore:
     """A restore of a run.
 
     Attributes:
-        source: the checkpoint: its directory's name, or its URL if it lies elsewhere.
+        source: the checkpoint: its directory's name, or its URL if it lies elsewhere; empty if the
+            cluster began anew.
         newest: the largest number that the cluster had given.
         timelines: those of the run before.
         order: larger than that of every restore recorded before under the same URL.
@@ -46,12 +48,16 @@ class RecordedRestore:
 
     @property
     def number(self) -> int:
-        """The number of the source; 0 if it lies elsewhere."""
+        """The number of the source; 0 if it lies elsewhere, or there is none."""
         return number_of(self.source) or 0
 
     @property
     def is_elsewhere(self) -> bool:
-        return number_of(self.source) is None
+        return bool(self.source) and number_of(self.source) is None
+
+    @property
+    def words(self) -> str:
+        return f"a restore from {self.source}" if self.source else "a cluster that began anew"
 
     def leaves(self, manifest: Manifest) -> bool:
         is_newer = self.number < manifest.number <= self.newest

@@ -53,6 +53,16 @@ class CheckpointStore:
         """True if a checkpoint was completed and is still there, good or bad."""
         return any(self.named(name).has_manifest() for name in reversed(self.names()))
 
+    def are_left(self, restores: Collection[RecordedRestore]) -> bool:
+        """True if every completed checkpoint can be read, and was left behind by the restores."""
+        if not restores:
+            return not self.has_complete()
+        complete = [each for each in map(self.named, self.names()) if each.has_manifest()]
+        try:
+            return all(is_left(each.read_manifest(), restores) for each in reversed(complete))
+        except InvalidCheckpoint:
+            return False
+
     def check_writable(self) -> None:
         """Write a small file and remove it; if that fails, InvalidCheckpoint has the remedy."""
         place = CheckpointDirectory(self.location, self._disk)
@@ -189,7 +199,7 @@ def resolve(url: str, permit: Callable[[str], None] | None = None) -> ResolvedCh
         if left is None or is_elsewhere:  # else it would be void, or lies beside what was left
             return ResolvedCheckpoint(reader, tuple(passed_over))
         reader.close()
-        passed_over.append(f"{place.url} was left behind by a restore from {left.source}")
+        passed_over.append(f"{place.url} was left behind by {left.words}")
     reasons = "".join(f"\n  {reason}" for reason in passed_over) or ": there is none"
     raise InvalidCheckpoint(f"{store.url} has no good checkpoint{reasons}")
 

@@ -61,22 +61,26 @@ def checkpoints_again_under(url: str, answers_within_s: float = ANSWERS_WITHIN_S
 
 
 def _is_unused(store: CheckpointStore) -> bool:
-    """True if no checkpoint is complete, and no cluster there was restored from elsewhere."""
+    """True if no checkpoint is complete but for what clusters that began anew have left behind, and
+    no cluster there was restored from elsewhere.
+    """
     restores = restores_in_force(store.location)
-    return not store.has_complete() and not any(each.is_elsewhere for each in restores)
+    if any(each.is_elsewhere for each in restores):
+        return False
+    return store.are_left([each for each in restores if not each.source])
 
 
 def restored_at_start(resume: str, checkpoint_url: str) -> Restored | None:
     """The checkpoint that `resume` names; with `AUTO` the newest under `checkpoint_url`. None for
     an empty start: AUTO starts empty only where no checkpoint was ever complete, so where none has
-    a manifest, readable or not. Checkpoints of other runs there stay, and are logged: so are those
-    of a branch that a restore has left behind. Blocking.
+    a manifest, readable or not, or where the run began anew. Checkpoints of other runs there stay,
+    and are logged: so are those of a branch that a restore has left behind. Blocking.
     """
     if resume == AUTO and not checkpoint_url:
         raise InvalidConfig("resume is 'auto' without a checkpoint_url; expected both")
     store = CheckpointStore(checkpoint_url) if checkpoint_url else None
     there = {} if store is None else store.manifests()
-    is_new = resume == AUTO and store is not None and not there and _is_unused(store)
+    is_new = resume == AUTO and store is not None and _is_unused(store)
     if resume and not is_new:
         restored = restored_from(checkpoint_url if resume == AUTO else resume)
         others = list(newest_of_runs(there, restored.lineage).values())
@@ -105,19 +109,20 @@ def record(settings: ClusterSettings) -> None:
     fails, log it. Blocking.
     """
     restored, left = settings.restored, settings.left_timelines
-    if restored is None or not left or not settings.checkpoint_url:
+    if not left or not settings.checkpoint_url:
         return
-    root, source = locate(settings.checkpoint_url), locate(restored.url)
-    name = root.own_name(source) or source.url
+    root, name, start = locate(settings.checkpoint_url), "", "without --resume"
+    if restored is not None:
+        source = locate(restored.url)
+        name, start = root.own_name(source) or source.url, f"with --resume {restored.url}"
     try:
         restore = RecordedRestore(name, settings.checkpoint_count, left)
         record_restore(root, settings.cluster_id, restore)
     except InvalidCheckpoint as error:
-        url = restored.url
         logs.warning(
             "restore_not_recorded",
             reason=error.message,
-            remedy=f"until the next checkpoint start again with --resume {url}, and not with auto",
+            remedy=f"until the next checkpoint start again {start}, and not with auto",
         )
 
 

@@ -48,11 +48,14 @@ def written(
 
 
 def restored(store: CheckpointStore, source: str, newest: int, *timelines: bytes) -> None:
-    """A cluster whose timelines were these goes back, when it had made `newest` checkpoints."""
+    """A cluster whose timelines were these goes back, when it had made `newest` checkpoints;
+    without a source it begins anew.
+    """
     before = Restored("before", {}, lineage=timelines[1:])
     own = {"checkpoint_url": store.url, "timeline": timelines[0], "restored": before}
     cluster = Harness(cluster_id=CLUSTER_ID, checkpoint_count=newest, **own).cluster
-    record(cluster.in_new_timeline(Restored(source, {}), b"n" * 16, b"k" * 32))
+    back = Restored(source, {}) if source else None
+    record(cluster.in_new_timeline(back, b"n" * 16, b"k" * 32))
 
 
 def taken(store: CheckpointStore) -> str:
@@ -132,6 +135,39 @@ def test_auto_starts_empty_where_all_were_removed(store: CheckpointStore) -> Non
     for name in made:
         store.named(name).remove()
     assert restored_at_start(AUTO, store.url) is None
+
+
+def test_auto_starts_empty_where_a_cluster_began_anew(store: CheckpointStore) -> None:
+    """Until it has made one: who names a checkpoint goes on from that."""
+    made = [written(store, number, FIRST).directory for number in (1, 2)]
+    restored(store, f"{store.url}/{made[0]}", 2, FIRST)
+    restored(store, "", 2, SECOND, FIRST)
+    assert restored_at_start(AUTO, store.url) is None
+    with pytest.raises(InvalidCheckpoint, match=f"{made[1]} was left behind by a cluster that be"):
+        restored_at_start(store.url, store.url)
+    named = restored_at_start(f"{store.url}/{made[1]}", store.url)
+    assert named is not None
+    newest = written(store, 3, THIRD).directory
+    assert taken(store) == f"{store.url}/{newest}"
+    store.named(newest).remove()
+    bad = store.location.child(made[1]).child(MANIFEST_FILE)
+    bad.filesystem.pipe_file(bad.path, b"{")
+    with pytest.raises(InvalidCheckpoint, match="no good checkpoint"):
+        restored_at_start(AUTO, store.url)
+
+
+def test_another_run_is_gone_on_from_where_one_began_anew(store: CheckpointStore) -> None:
+    other = written(store, 1, OTHER)
+    written(store, 2, FIRST)
+    restored(store, "", 2, FIRST)
+    assert taken(store) == f"{store.url}/{other.directory}"
+
+
+def test_who_began_anew_may_go_back_to_what_was_left_behind(store: CheckpointStore) -> None:
+    made = [written(store, number, FIRST).directory for number in (1, 2)]
+    restored(store, "", 2, FIRST)
+    restored(store, f"{store.url}/{made[1]}", 2, SECOND, FIRST)
+    assert taken(store) == f"{store.url}/{made[1]}"
 
 
 def test_a_number_that_was_left_behind_does_not_count_as_kept(store: CheckpointStore) -> None:
