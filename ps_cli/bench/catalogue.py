@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +30,7 @@ from ps_cli.bench.measurements.train import train, train_view
 from ps_cli.bench.measurements.train_sized import train_sized, train_sized_view
 from ps_cli.bench.settings import RATE_MBIT, BenchSettings
 from ps_core.errors import Internal, InvalidConfig
+from ps_runtime.system.process_end import unwound_by_sigterm
 
 Document = dict[str, Any]
 
@@ -163,7 +162,7 @@ def run(name: str, settings: BenchSettings, console: Console) -> Document:
     """Run one benchmark and print its table."""
     benchmark = _chosen(name, settings)
     found = environment()  # the load is that before the measurement
-    with _unwound_by_sigterm(), console.status(f"{name}: starting") as status:
+    with unwound_by_sigterm(), console.status(f"{name}: starting") as status:
         document = benchmark.measure(
             replace(settings, on_progress=lambda phase: status.update(f"{name}: {phase}"))
         )
@@ -206,20 +205,6 @@ def bench(name: str, settings: BenchSettings, json_path: str) -> None:
     fault = _chosen(name, settings).fault(document)
     if fault:
         raise Internal(fault)
-
-
-@contextlib.contextmanager
-def _unwound_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends this process as Ctrl-C does: folders and network namespaces are removed."""
-
-    def end(number: int, _: object) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from ps_cli.plan.table import table_of
 from ps_cli.plan.units import bytes_per_s_of, count_of, seconds_of
 from ps_core.errors import InvalidConfig
 from ps_core.tables.elements import DType
+from ps_runtime.system.process_end import unwound_by_sigterm
 
 _DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 
@@ -39,7 +40,8 @@ def plan(options: PlanOptions, output: Output) -> int:
         # Imported here, because a plan alone starts without what benchmarks need.
         from ps_cli.bench.measurements.step_costs import step_costs
 
-        text = json.dumps(step_costs(MEASURED_BYTES, output.say), indent=1) + "\n"
+        with unwound_by_sigterm():
+            text = json.dumps(step_costs(MEASURED_BYTES, output.say), indent=1) + "\n"
         try:
             _write(options.measure, text)
         except InvalidConfig:
@@ -50,7 +52,8 @@ def plan(options: PlanOptions, output: Output) -> int:
     if options.check:
         from ps_cli.plan.check import check
 
-        check(costs, output)
+        with unwound_by_sigterm():
+            check(costs, output)
         return 0
     planned = cluster_of(options)
     modes = modes_of(options.modes)

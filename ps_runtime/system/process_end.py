@@ -5,11 +5,12 @@ codes that its starter tells apart.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 
 from ps_core.errors import InvalidConfig
 
@@ -33,6 +34,22 @@ def end_at_sigterm_if_first() -> None:
     """
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+
+
+@contextlib.contextmanager
+def unwound_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends this process as Ctrl-C does: folders are removed, and processes that it started
+    are stopped.
+    """
+
+    def end(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 async def wait_for_stop_signal() -> signal.Signals:

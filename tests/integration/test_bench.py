@@ -35,18 +35,28 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(
     assert all(word in run.stderr for word in named)
 
 
-def test_a_benchmark_that_is_terminated_leaves_no_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [("bench", "checkpoint", "--quick"), ("plan", "--measure", "costs"), ("plan", "--check")],
+)
+def test_a_benchmark_that_is_terminated_leaves_no_folder(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
     """As after Ctrl-C: SIGTERM is all that a job's end may send."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     running = subprocess.Popen(
-        [sys.executable, "-m", "ps_cli", "bench", "checkpoint", "--quick"],
-        env={**bench_environment(), "TMPDIR": str(tmp_path)},
+        [sys.executable, "-m", "ps_cli", *arguments],
+        cwd=tmp_path,
+        env={**bench_environment(), "TMPDIR": str(temporary)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    until(lambda: any(tmp_path.glob("pushpull-bench-*")), "the benchmark has a folder")
+    until(lambda: any(temporary.glob("pushpull-*")), "the benchmark has a folder")
     running.terminate()
     assert running.wait(60) == 128 + signal.SIGTERM
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [temporary]
+    assert not list(temporary.iterdir())
 
 
 def test_help_names_every_benchmark(tmp_path: Path) -> None:
