@@ -84,6 +84,8 @@ def train(client: ps.Client, folder: Path, epochs: int) -> None:
     resumes = saved.exists() and not client.is_late_joiner  # who joins others has their model
     loaders = DataLoader(training, 32, sampler=sampler), DataLoader(testing, 128, sampler=tested)
     trainer.fit(module, *loaders, ckpt_path=saved if resumes else None, weights_only=False)
+    if "accuracy" not in trainer.callback_metrics:  # no epoch was left, for any worker
+        trainer.validate(module, loaders[1], verbose=False)
     trainer.save_checkpoint(saved)
     if client.is_main:
         accuracy = trainer.callback_metrics["accuracy"]
