@@ -445,9 +445,11 @@ class PushWindow:
     # --- events of the network
 
     def assign(self, owner: Mapping[RangeId, NodeId]) -> None:
-        """Take the primaries of a view; what was sent to a range that has moved is sent again."""
+        """Take the primaries of a view; what was sent to a range that has moved is sent again, to
+        nobody while it has none.
+        """
         before, self._owner = self._owner, dict(owner)
-        moved = {r for r, server in self._owner.items() if before.get(r, server) != server}
+        moved = {r for r in before.keys() | owner.keys() if before.get(r) != owner.get(r)}
         for entry in list(self._open()) if moved else ():
             if entry.key.range_id in moved:
                 entry.messages, entry.answer_count = (), 0

@@ -100,10 +100,12 @@ class Numbers(RuleBasedStateMachine):
         if comes_back:
             self.window.connected(server)
 
-    @rule(owners=st.permutations(SERVERS))
-    def move(self, owners: list[NodeId]) -> None:
+    @rule(owners=st.permutations(SERVERS), have_one=st.sets(st.sampled_from(RANGES)))
+    def move(self, owners: list[NodeId], have_one: set[RangeId]) -> None:
         self.owner = dict(zip(RANGES, owners, strict=True))
-        self.window.assign(self.owner)
+        owner = {each: server for each, server in self.owner.items() if each in have_one}
+        self.window.assign(owner)
+        assert all(key.range_id in have_one for key in self.sent()), "nobody has been sent it"
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 3.0]))
     def pass_time(self, seconds: float) -> None:

@@ -18,6 +18,7 @@ from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_worker.window.push_window import (
     BlockPlace,
     EntryKey,
+    EntryState,
     PushWindow,
     Reply,
     SendPush,
@@ -103,6 +104,41 @@ def test_what_an_old_owner_received_is_sent_to_the_new_one_all_the_same(
     assert window.in_flight_bytes == 100, "the new owner has not said so"
     window.tick(6.0)
     assert [e.server for e in window.poll(6.0) if isinstance(e, SendPush)] == [FAR]
+
+
+@pytest.mark.parametrize("server", [NEAR, FAR])
+@pytest.mark.parametrize("is_carried", [False, True])
+@pytest.mark.parametrize("state", EntryState)
+def test_what_a_range_without_a_primary_had_goes_to_its_next_one(
+    window: PushWindow, state: EntryState, server: NodeId, *, is_carried: bool
+) -> None:
+    """Once, and to nobody before. In the scheduler's views only a range without blocks has none."""
+    key, seal = _push(window), _seal_key(0, 2)
+    if not is_carried:
+        window.poll(0.0)
+        window.disconnected(NEAR)
+        window.connected(NEAR)
+    window.seal(TABLE, 1, [RangeId(0)], StepTerms())
+    if state is not EntryState.QUEUED:
+        window.poll(0.0)
+    if state is EntryState.RECEIVED:
+        _say(window, ReplyKind.RECEIVED, key)
+        window.poll(0.0)
+    if state is EntryState.ENDED:
+        _commit(window, key)
+    window.assign({RangeId(1): FAR})
+    assert window.poll(0.1) == []
+    assert window.in_flight_bytes == 0
+    window.assign({RangeId(0): server, RangeId(1): FAR})
+    sent = window.poll(0.2)
+    window.reply(server, Reply(ReplyKind.RECEIVED, *key), 0.3)
+    sent += window.poll(0.3)
+    assert {effect.server for effect in sent if isinstance(effect, SendPush | SendSeal)} == {server}
+    pushes = [effect for effect in sent if isinstance(effect, SendPush)]
+    seals = [r.sequence for e in sent if isinstance(e, SendSeal) for r in e.ranges]
+    seals += [e.inline_seal[0] for e in pushes if e.inline_seal is not None]
+    assert [effect.key for effect in pushes] == [key] * (state is not EntryState.ENDED)
+    assert seals == [seal.sequence]
 
 
 def test_what_was_received_says_so_when_it_goes_again(window: PushWindow) -> None:
