@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 from collections import Counter
@@ -32,6 +33,7 @@ WRITTEN = (".md", ".yaml", ".yml", ".py", ".js", ".mjs", ".ts")
 
 VARIABLE = re.compile(r"\bPUSHPULL_[A-Z0-9_]*[A-Z0-9]\b")
 METRIC = re.compile(r"\bpushpull_(?:node|scheduler|server|worker)_[a-z_]*[a-z]\b")
+EVENT = re.compile(r"\bevent=([a-z_]+)\b")
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
 
 MODULE = re.compile(
@@ -142,6 +144,38 @@ def test_every_metric_mentioned_exists() -> None:
         if re.sub(r"_(bucket|sum|count)$", "", name) not in known and not MADE_UP.match(path)
     }
     assert not unknown
+
+
+def test_every_event_mentioned_is_logged() -> None:
+    known, gone = code(), re.compile(r"CHANGELOG\.md|tests/(unit|tidy)/")
+    named = {
+        (path, name)
+        for path, text in texts().items()
+        for name in EVENT.findall(text)
+        if not gone.match(path)
+    }
+    assert len(named) > 50
+    assert not {(path, name) for path, name in named if f'"{name}"' not in known}
+
+
+def test_the_runbook_has_every_event_that_is_an_error() -> None:
+    errors = {name for level, name in logged_events() if level == "error"}
+    assert len(errors) > 10
+    assert not errors - {*EVENT.findall(texts()["docs/guides/RUNBOOK.md"])}
+
+
+def logged_events() -> set[tuple[str, str]]:
+    """Levels and events of the log lines that the code names where it writes them."""
+    return {
+        (node.func.attr, name.value)
+        for source in python_sources()
+        if source.is_shipped
+        for node in source.nodes
+        if isinstance(node, ast.Call) and node.args and isinstance(node.func, ast.Attribute)
+        if isinstance(node.func.value, ast.Name) and node.func.value.id == "logs"
+        for name in ast.walk(node.args[0])
+        if isinstance(name, ast.Constant) and isinstance(name.value, str)
+    }
 
 
 def metric_names() -> set[str]:

@@ -55,7 +55,7 @@ _GO_BACK = (
     "The step was not taken, and is not if they agree now: start all workers again from a "
     "checkpoint, or call client.restore at each (CONSISTENCY.md)"
 )
-"""Where workers go on from after they have disagreed."""
+"""The remedy after workers have disagreed."""
 
 _MOST_NAME_BYTES = limits.MAX_HYPERPARAMETER_NAME_BYTES
 _VALUE_BYTES = 6
