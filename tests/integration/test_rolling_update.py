@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import ps_worker as ps
 from ps_cli.__main__ import app
 from ps_runtime.launch.cluster_shape import CheckpointPlan
-from tests.integration.lane_cluster import Served
+from tests.integration.lane_cluster import Served, until
 from tests.integration.replicated_cluster import DEADLINE_S, ReplicatedCluster, replicated_cluster
 
 pytestmark = pytest.mark.slow
@@ -81,6 +81,11 @@ def is_ready(server: Served) -> tuple[bool, str]:
             return True, answer.read().decode()
     except urllib.error.HTTPError as error:
         return False, error.read().decode()
+
+
+def is_empty(server: Served) -> bool:
+    with urllib.request.urlopen(f"http://{server.http_address}/metrics", timeout=5) as page:
+        return b"pushpull_server_state_bytes 0.0" in page.read()
 
 
 @pytest.mark.thorough
@@ -217,6 +222,7 @@ def test_a_server_that_had_values_of_a_removed_run_alone_leaves_and_ends_no_run(
         result = CliRunner().invoke(app, ["runs", "remove", "over", "--scheduler", cluster.address])
         assert result.exit_code == 0, result.output
         first, second = cluster.living
+        until(lambda: is_empty(first), "the server has dropped what was removed")
         cluster.stop(first)
         assert cluster.lines(first.process, "leaves_with_the_only_copy") == []
         cluster.wait_line(cluster.scheduler, "event=ranges_unplaced")
