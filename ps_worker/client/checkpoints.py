@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ps_core.change import Checkpoint
 from ps_core.errors import Fenced, InvalidConfig, StaleAssignment, WaitExpired
+from ps_core.keys import TableId
 from ps_core.manifest import Imported, PartReport
 from ps_runtime.checkpoint.calls import MadeCheckpoint, create_checkpoint, restore_checkpoint
 from ps_runtime.observe import logs
@@ -336,3 +337,16 @@ class ClientCheckpoints:
         if not self.save_points.has_state:
             raise InvalidConfig("this worker has attached no state; see attach_state")
         self.save_points.reach()
+        clocks, is_only = self._loop()
+        self._engine.steps.loop.save_point(clocks, is_only=is_only)
+
+    def begin_step(self, model: str) -> None:
+        """The script begins a step of this model, for workers that join (SEMANTICS S6)."""
+        clocks, is_only = self._loop()
+        self._engine.steps.loop.begin_step(model, clocks, is_only=is_only)
+
+    def _loop(self) -> tuple[dict[TableId, int], bool]:
+        """The clocks of the tables that the script steps, and whether it has one model."""
+        models = self.save_points.models()
+        clocks = {h.table.table_id: h.clock for m in models for h, is_awake in m if is_awake}
+        return clocks, len(models) <= 1

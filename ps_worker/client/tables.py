@@ -37,6 +37,7 @@ from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_runtime.system.future_waits import wait_until_ended
 from ps_worker.client.connection import GRACE_S, ClientConnection, lost_server
+from ps_worker.client.joined_place import JoinedPlace
 from ps_worker.client.shown_options import OF_THE_CLIENT, THE_CLIENTS, shows
 from ps_worker.compression.push_encoder import PushEncoder, load_kernels
 from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs, codecs_of
@@ -97,6 +98,7 @@ class ClientTables:
         self._engine = connection.engine
         self._handles: dict[TableId, TableHandle] = {}
         self._untrained: set[TableId] = set()
+        self.place = JoinedPlace(connection)
 
     @property
     def handles(self) -> list[TableHandle]:
@@ -370,30 +372,26 @@ class ClientTables:
                 encoder=encoder,
             )
             handle = self._handles.setdefault(table.table_id, TableHandle(table, steps, codecs))
+            if (clock := self.place.clocks.get(table.table_id)) is not None:
+                steps.reached(clock)
         return handle
 
     # --- joining and changing
 
-    def join(self, tables: Sequence[TableHandle]) -> None:
+    def join(self, tables: Sequence[TableHandle], *, at_place: bool = False) -> None:
         """Wait until this worker has joined these tables, which others train; each handle is then
-        at the clock after which it joined.
+        at the clock after which it joined, or at the place (`at_place`) where it joins all.
         """
         self._connection.check_usable()
         deadline_s, me = self._connection.config.request_deadline_s, self._engine.session
         table_ids = {handle.table.table_id for handle in tables}
-
-        def found(view: ClusterView) -> dict[TableId, int]:
-            return {
-                table.table_id: join.after_clock
-                for table in view.tables
-                for join in table.joins
-                if table.table_id in table_ids and join.incarnation == me.incarnation
-            }
-
         what = f"worker {me.rank} to join {len(table_ids)} tables"
-        joined = found(self.await_view(lambda v: len(found(v)) == len(table_ids), what, deadline_s))
+        view = self.await_view(lambda v: table_ids <= self.place.joined(v).keys(), what, deadline_s)
+        if at_place and tables:
+            self.place.find({h.table.table_id for h in self.handles if not h.steps.is_to_join})
+        clocks = self.place.joined(view) | dict(self.place.clocks)
         for handle in tables:
-            handle.steps.reached(joined[handle.table.table_id])
+            handle.steps.reached(clocks[handle.table.table_id])
 
     def set_consistency(
         self,

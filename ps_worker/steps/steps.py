@@ -554,6 +554,11 @@ class TableSteps:
             self.skip_clocks(self.missed_count)
 
     @property
+    def is_to_join(self) -> bool:
+        """True if others train the table, and this worker does not know yet where it begins."""
+        return self._joins
+
+    @property
     def has_open_step(self) -> bool:
         return self._open is not None
 

@@ -1,9 +1,10 @@
-"""A late joiner begins at the clock of the other workers.
+"""A late joiner begins at the place of their loop to which the other workers come next.
 
-The view has the clock after which it has joined each table (SEMANTICS S6). It may join the tables
-of one model a step apart; then it ends empty steps on those that are behind, so that all its tables
-are equally many steps from their beginning, like the other workers'. It pulls only after that,
-because a pull of one table may wait for workers that wait for this one on another.
+It joins all tables of its run there (SEMANTICS S6, `ps_worker.client.joined_place`). Where nobody
+tells of a place, it may join the tables of one model a step apart; then it ends empty steps on
+those that are behind, so that all its tables are equally many steps from their beginning, like the
+other workers'. It pulls only after that, because a pull of one table may wait for workers that wait
+for this one on another.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ps_core.cluster_view import ClusterView
-from ps_core.consistency import Mode
 from ps_core.errors import EditRefused, WaitExpired
 from ps_core.keys import TableId
 from ps_runtime.observe import logs
@@ -40,7 +40,22 @@ def begin_where_the_others_are(
     """Join every table of a model, bring them to one step, and pull all but `rows`."""
     joins = client.engine.joins
     handles = [part.handle for part in (*tables, *rows)]
-    client.tables.join([handle for handle in handles if joins(handle.table.table_id)])
+    joined = [handle for handle in handles if joins(handle.table.table_id)]
+    client.tables.join(joined, at_place=True)
+    if not client.tables.place.clocks:
+        _bring_to_one_step(client, tables, handles)
+    for table in tables:
+        table.begin_pull()
+    for table in tables:
+        table.finish()
+
+
+def _bring_to_one_step(
+    client: Client,
+    tables: Sequence[TrainedTable | BufferTable],
+    handles: Sequence[TableHandle],
+) -> None:
+    """End empty steps on the tables that are behind others."""
     # Workers take no step of a table that sleeps: it has nothing to reach.
     asleep = {p.handle for p in tables if isinstance(p, TrainedTable) and p.is_asleep}
     stepped = [handle for handle in handles if handle not in asleep]
@@ -49,10 +64,6 @@ def begin_where_the_others_are(
     for handle, count in zip(stepped, counts, strict=True):
         for _ in range(count):
             client.tables.begin_step(handle).seal(skip=True)
-    for table in tables:
-        table.begin_pull()
-    for table in tables:
-        table.finish()
 
 
 class ModelJoin:
@@ -69,17 +80,11 @@ class ModelJoin:
         self._is_at_start = True  # no worker had taken a step by then
         self._brought: Edited | None = None  # its changes before its first backward pass
 
-    def begin(self, clock: int, handles: Sequence[tuple[TableHandle, bool]]) -> None:
-        """This worker has joined all tables of a model, and is at this clock of it.
-
-        Args:
-            clock: the model's.
-            handles: of its tables, and whether each takes steps.
-        """
+    def begin(self, clock: int) -> None:
+        """This worker has joined all tables of a model, and is at this clock of it."""
         clocks = [(t.handle.clock, t.handle.table.restored_clock or 0) for t in self._tables]
         self._is_at_start = all(clock <= first for clock, first in clocks)
         self._clock, self._joined_s = clock, now_s()
-        _warn_between_steps(self._client, handles)
 
     def is_new(self, clock: int) -> bool:
         """True if it has taken no step with the others until this clock."""
@@ -116,32 +121,6 @@ class ModelJoin:
             f"'{self._name}' before this worker's first step, and it joins others that train: the "
             f"model is theirs, as of step {self._clock}. Nothing was sent. Load only where "
             "optimizer.clock is 0, or start all workers anew, together"
-        )
-
-
-def _warn_between_steps(client: Client, own: Sequence[tuple[TableHandle, bool]]) -> None:
-    """Warn if the others were between two steps of a loop that steps several models under BSP when
-    this worker joined the tables `own`: it begins with the loop, and nobody can tell it how far the
-    others are in theirs. Models that are equally far, or have not begun, are no such place.
-    """
-    reached = {}
-    for handles in [*client.checkpoints.save_points.models(), own]:
-        clocks = {
-            handle.name: handle.clock - (handle.table.restored_clock or 0)
-            for handle, is_awake in handles
-            if is_awake and client.tables.newest(handle).consistency.mode is Mode.BSP
-        }
-        if name := max(clocks, key=clocks.__getitem__, default=""):
-            reached[name] = clocks[name]
-    counts = set(reached.values())
-    if max(counts, default=0) > 1:
-        counts.discard(0)  # a model that has not begun
-    if len(counts) > 1:
-        logs.warning(
-            "joined_between_steps",
-            steps=", ".join(f"'{name}' {count}" for name, count in reached.items()),
-            risk="if workers step these in turn, this one and the others may wait for each other",
-            remedy="end this worker and start it again, or train these tables under ssp or asp",
         )
 
 

@@ -204,7 +204,7 @@ class TrainedModel:
 
     def joined(self) -> None:
         """This worker joins others that train."""
-        self._join.begin(self.clock, self.awake_handles())
+        self._join.begin(self.clock)
 
     # --- between two steps
 
@@ -392,6 +392,8 @@ class TrainedModel:
         sealed = self._sealed if self.is_repeated and not self.group.has_begun else None
         before = None if closure is None or sealed is not None else self._state_before()
         if sealed is None:
+            if not self.group.has_begun:
+                self._client.checkpoints.begin_step(self.options.name)
             self.results = self._step(groups, scale, meanwhile=meanwhile)
         else:
             self.results = self._end(sealed)

@@ -24,12 +24,14 @@ from ps_runtime.cluster import wire
 from ps_runtime.cluster.scheduler_link import FAREWELL_DEADLINE_S, SchedulerLink
 from ps_runtime.settings.job_place import identity_of
 from ps_runtime.system.clock import now_s
+from ps_worker.spec.loop_places import TrainingLoop
 from ps_worker.steps.counters import Counters
-from ps_worker.steps.steps import Pulled, PushBody, StepResult
+from ps_worker.steps.steps import Pulled, PushBody, StepFuture, StepResult
 from ps_worker.transport.checkpoint_link import CheckpointLink
 from ps_worker.transport.collective_link import CollectiveLink
 from ps_worker.transport.config import WorkerConfig
 from ps_worker.transport.links import LinkSetting, ServerLinks
+from ps_worker.transport.loop_reports import loop_to_proto
 from ps_worker.transport.metrics import MEASURES
 from ps_worker.transport.pulls import ConsistentPuller, Puller, PullOrder
 from ps_worker.transport.push_driver import PushDriver
@@ -59,6 +61,7 @@ class StepSender:
         self.inner_count = 0  # inner steps, which have no clock
         self.has_gradient = False  # of torch, which no step has taken
         self.assigned: set[TableId] = set()  # tables to which it has given initial values
+        self.loop = TrainingLoop()
         self._post = post
         self._driver = driver
         self._began_s: dict[TableId, tuple[int, float]] = {}
@@ -85,6 +88,11 @@ class StepSender:
         elif not clock:
             self.assigned.add(table.table_id)
         self._post(self._driver.seal, table, clock, terms)
+
+    def pass_clock(self, table: Table, clock: int) -> None:
+        """End a step with nothing, before the script takes its first. Only the loop calls this."""
+        self._driver.open_step(table, clock, StepFuture())
+        self._driver.seal(table, clock, StepTerms(skip=True))
 
     @property
     def reached(self) -> dict[TableId, int]:
@@ -315,11 +323,11 @@ class Engine:
             task.cancel()
 
     def _progress(self) -> scheduler_pb2.NodeProgress:
-        counters = self.counters
+        counters, reached = self.counters, self.steps.reached  # before the loop's place
         return scheduler_pb2.NodeProgress(
             tables=[
                 scheduler_pb2.TableProgress(table_id=table_id, clock=clock)
-                for table_id, clock in self.steps.reached.items()
+                for table_id, clock in reached.items()
             ],
             pushed_bytes=counters.pushed_bytes,
             pulled_bytes=counters.pulled_bytes,
@@ -330,4 +338,5 @@ class Engine:
             planned_step_count=counters.planned_step_count,
             lane=self.links.lane,
             losses=scheduler_pb2.LossTotals(**asdict(counters.losses)),
+            loop=loop_to_proto(self.steps.loop, reached),
         )

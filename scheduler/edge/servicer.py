@@ -415,6 +415,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 timeline, key = secrets.token_bytes(TIMELINE_BYTES), secrets.token_bytes(32)
                 settings = cluster.in_new_timeline(restored, timeline, key)
                 self._publication.cluster_replaced()
+                self._last_said.clear()  # of other workers, under the same numbers
                 given_up = self.checkpointing.end()
                 self._begin(Decision(Cluster(settings, clock.now_s())), given_up)
             checkpointing = self.checkpointing

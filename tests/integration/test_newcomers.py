@@ -128,36 +128,56 @@ def test_a_newcomer_joins_what_nobody_steps(cluster: LaneCluster) -> None:
     _close(clients)
 
 
+Pair = list[tuple[nn.Module, ps.DistributedOptimizer]]
+
+
+def _pair(client: ps.Client) -> Pair:
+    models = [seeded(lambda: nn.Linear(4, 1)), seeded(lambda: nn.Linear(4, 2))]
+    named = zip(models, ("critic", "actor"), strict=True)
+    return [(model, optimizer_for(client, model, name=name)) for model, name in named]
+
+
+def _step(model: nn.Module, optimizer: ps.DistributedOptimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+
+
 @pytest.mark.thorough
-def test_a_newcomer_is_told_that_it_joins_between_steps_of_two_models(
-    cluster: LaneCluster, caplog: pytest.LogCaptureFixture
-) -> None:
-    clients = _first(cluster)
+@pytest.mark.parametrize("pace", [1, 3])
+def test_a_newcomer_joins_between_the_steps_of_two_models(cluster: LaneCluster, pace: int) -> None:
+    """The others have taken a step of the first one: it begins where their loop does."""
+    clients, loops, joined_in = _first(cluster), 9, 5
+    are_between, may_go_on = threading.Barrier(FIRST + 1), threading.Event()
 
-    def made(client: ps.Client) -> list[tuple[nn.Module, ps.DistributedOptimizer]]:
-        models = [seeded(lambda: nn.Linear(4, 1)), seeded(lambda: nn.Linear(4, 2))]
-        named = zip(models, ("critic", "actor"), strict=True)
-        return [(model, optimizer_for(client, model, name=name)) for model, name in named]
+    def train(pair: Pair) -> None:
+        (critic, critic_optimizer), (actor, actor_optimizer) = pair
+        while critic_optimizer.clock < loops * pace:
+            for number in range(pace):
+                _step(critic, critic_optimizer)
+                if critic_optimizer.clock == joined_in * pace + 1 and not may_go_on.is_set():
+                    are_between.wait(DEADLINE_S)
+                    assert may_go_on.wait(DEADLINE_S), number
+            _step(actor, actor_optimizer)
 
-    def step(trained: tuple[nn.Module, ps.DistributedOptimizer]) -> None:
-        model, optimizer = trained
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).square().mean().backward()
-        optimizer.step()
-
-    with ThreadPoolExecutor(FIRST) as pool:
-        every = list(pool.map(made, clients))
-        for number in (0, 1, 0, 1):
-            list(pool.map(step, [both[number] for both in every]))
+    with ThreadPoolExecutor(FIRST + 1) as pool:
+        every = list(pool.map(_pair, clients))
+        training = [pool.submit(train, pair) for pair in every]
+        are_between.wait(DEADLINE_S)
         clients.append(ps.connect(cluster.address, request_deadline_s=DEADLINE_S))
-        made(clients[-1])
-        assert "joined_between_steps" not in caplog.text
-        clients.pop().close()
-        list(pool.map(step, [both[0] for both in every]))
-        clients.append(ps.connect(cluster.address, request_deadline_s=DEADLINE_S))
-        made(clients[-1])
-    assert "joined_between_steps" in caplog.text
-    assert "'critic/0/float32' 3, 'actor/0/float32' 2" in caplog.text
+        newcomer = clients[-1].connection.engine
+        until(
+            lambda: len([j for t in newcomer.view.tables for j in t.joins]) == 2,
+            "it has joined both",
+        )
+        may_go_on.set()
+        every.append(_pair(clients[-1]))
+        begun = [optimizer.clock for _, optimizer in every[-1]]
+        training.append(pool.submit(train, every[-1]))
+        for run in training:
+            run.result(DEADLINE_S)
+    assert begun == [(joined_in + 1) * pace, joined_in + 1]
+    assert len({str([values(model) for model, _ in pair]) for pair in every}) == 1
     _close(clients)
 
 

@@ -33,6 +33,7 @@ from ps_server.ranges.events import (
 )
 from ps_server.ranges.events import SealTerms as ServerTerms
 from ps_server.ranges.schedule import CutId
+from ps_worker.spec.loop_places import LoopReport, TrainingLoop
 from ps_worker.steps.held_values import HeldValue, HeldValues
 from ps_worker.window.push_window import (
     EntryKey,
@@ -244,6 +245,11 @@ class SimWorker:
         """Of its blocks that are not finite: groups skip such steps."""
         self.joined_after: Callable[[], dict[TableId, int]] = dict
         """After which clock it has joined each table, as far as the view says."""
+        self.loop = TrainingLoop()
+        self.loop_number = 0
+        """How often all who train had gone through their loop before."""
+        self.reports: Callable[[], list[LoopReport]] = list
+        """Of the other workers of its run, as the scheduler has them; none if it is away."""
         self.between: Callable[[SimWorker, bool], Waits] = _nothing_between
         """What its script does between two steps; whether one follows."""
         self.has_sent_whole: Callable[[SendPush], None] = lambda _: None
@@ -327,6 +333,10 @@ class SimWorker:
             self.dropped.add(table.table_id)
             tables = self.layout.tables
             self.layout.tables = [each for each in tables if each.table_id != table.table_id]
+
+    def go_on(self) -> None:
+        """The time has come for which it may wait."""
+        self._resume()
 
     def _resume(self) -> None:
         reads = self.reads

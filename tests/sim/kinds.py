@@ -20,6 +20,7 @@ from tests.sim.test_hand_overs import (
     HandOverRestartSimulation,
     HandOverSimulation,
 )
+from tests.sim.test_in_turn import InTurnNewcomerSimulation, InTurnReplacementSimulation
 from tests.sim.test_lanes import LaneSimulation
 from tests.sim.test_late_tables import LateTableSimulation
 from tests.sim.test_loads import LoadSimulation
@@ -104,6 +105,8 @@ KINDS: dict[str, type[Simulation]] = {
     "together": TogetherSimulation,
     "sleepers": SleepingNewcomerSimulation,
     "sleepers-replaced": SleepingReplacementSimulation,
+    "in-turn": InTurnNewcomerSimulation,
+    "in-turn-replaced": InTurnReplacementSimulation,
     "shards": ShardSimulation,
     "shards-restores": ShardRestoreSimulation,
 }
@@ -154,6 +157,8 @@ SHARES = {
     "together": 5,
     "sleepers": 5,
     "sleepers-replaced": 5,
+    "in-turn": 3,
+    "in-turn-replaced": 3,
     "shards": 4,
     "shards-restores": 10,
 }

@@ -12,6 +12,7 @@ from tests.sim.held_mutants import HELD_MUTANTS
 from tests.sim.journal_mutants import JOURNAL_MUTANTS
 from tests.sim.log_mutants import LOG_MUTANTS
 from tests.sim.mutation import Mutant
+from tests.sim.place_mutants import PLACE_MUTANTS
 from tests.sim.replacement_mutants import REPLACEMENT_MUTANTS
 from tests.sim.replication_mutants import REPLICATION_MUTANTS
 from tests.sim.restore_mutants import RESTORE_MUTANTS
@@ -469,6 +470,7 @@ MUTANTS = (
     + REPLICATION_MUTANTS
     + HAND_OVER_MUTANTS
     + LOG_MUTANTS
+    + PLACE_MUTANTS
     + REPLACEMENT_MUTANTS
     + RESTORE_MUTANTS
     + DEPARTURE_MUTANTS

@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import ClassVar
 
 from ps_core.change import ChangeOutcome
-from ps_core.cluster_view import ClusterView, Session
+from ps_core.cluster_view import ClusterView, NodeState, Session
 from ps_core.errors import Fenced, InvalidConfig
 from ps_core.keys import Incarnation, TableId
 from ps_core.tables.table import Table
+from ps_worker.spec.loop_places import LoopReport
 from scheduler.machine.changes import ChangeRequest
 from scheduler.machine.cluster import Decision
 from scheduler.machine.state import (
@@ -29,6 +30,7 @@ from tests.sim.actors import RESEND_S, SimWorker
 from tests.sim.checkpointing import Checkpointer
 from tests.sim.server import SimServer
 from tests.sim.test_simulation import WORKERS, Simulation
+from tests.sim.training import awake_tables
 
 BEAT_S = 1.0
 LOOK_S = 0.25
@@ -51,6 +53,7 @@ class ScheduledSimulation(Simulation):
     has_checkpoints = True
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
+        self._said: dict[Incarnation, tuple[object, LoopReport]] = {}  # to which scheduler
         super().__init__(seed, narrate=narrate)
         self.checkpointer = self.checkpointer_of(seed)
         self.layout.settings.may_change = not self.groups.leaders  # these need BSP
@@ -87,9 +90,13 @@ class ScheduledSimulation(Simulation):
         return not worker.is_down
 
     def _beat(self, session: Session, worker: SimWorker | None) -> None:
+        said = None if worker is None else self._report(worker)
+
         def arrive() -> None:
             try:
                 self._publish(self.scheduler.heartbeat(session, self.world.now_s).transitions)
+                if said is not None:
+                    self._said[session.incarnation] = self.scheduler, said
             except Fenced as error:
                 assert worker is not None
                 fenced = error
@@ -98,11 +105,35 @@ class ScheduledSimulation(Simulation):
         if worker is not None:
             self.checkpointer.sessions[worker] = session
             worker.between = self.checkpointer.between
+            worker.reports = lambda: self._reports_for(worker)
         if worker is None:
             self._reach(arrive)
         elif self._is_heard(worker):
             self.world.send("heartbeat", lambda: self._reach(arrive))
         self.world.after(BEAT_S, lambda: self._beat(session, worker))
+
+    def _report(self, worker: SimWorker) -> LoopReport | None:
+        """What its heartbeat tells of its loop."""
+        if worker.loop.place is None:
+            return None
+        sealed = self.truth.sealed
+        stepped = [table.table_id for table in awake_tables(worker)]
+        clocks = {each: sealed.get((each, worker.incarnation), 0) for each in stepped}
+        return LoopReport(True, clocks, worker.loop.place)
+
+    def _reports_for(self, worker: SimWorker) -> list[LoopReport]:
+        """As `GetClusterStatus` answers."""
+        if not self.is_there:
+            return []
+        nodes = {node.incarnation: node for node in self.scheduler.view.nodes}
+        found = []
+        for other in self.workers:
+            scheduler, report = self._said.get(other.incarnation, (None, None))
+            node = nodes.get(other.incarnation)
+            is_of_run = other.layout.run == worker.layout.run and other is not worker
+            if report is not None and scheduler is self.scheduler and node and is_of_run:
+                found.append(report._replace(is_alive=node.state is NodeState.ALIVE))
+        return found
 
     is_there = True
     """Whether the scheduler is."""

@@ -9,6 +9,7 @@ from ps_core.consistency import Mode
 from ps_core.errors import EditRefused, Fenced, InvalidConfig, InvalidTensor, UpdateFailed
 from ps_core.keys import TableId
 from ps_core.tables.table import Table
+from ps_worker.spec.loop_places import LoopPlace, PlaceSearch
 from ps_worker.steps.steps import passed, skipped_clocks
 from ps_worker.window.push_window import BlockPlace, StepEnded, StepTerms
 from tests.sim.actors import EVERY_BLOCK, ReadTerms, SimWorker, Waits
@@ -29,6 +30,15 @@ WHOLE_EVERY = 5
 TOGETHER = 0.7
 """Of the steps that may be sealed together on all tables."""
 
+FOLLOWS_S = 600.0
+"""So long a late joiner follows the others to a place, which may be slow here ..."""
+UNHEARD_S = 3.0
+"""... or waits for anyone to tell of one ..."""
+ASKS_S = 0.25
+"""... and asks again so often."""
+
+MANY = 1 << 32
+
 _ALONE = 4
 """So much likelier is a block bad that is its step's only one, and brings the seal with it."""
 
@@ -42,26 +52,29 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
         yield from begin_anew(worker, truth, clocks)
     for table_id in worker.dropped:
         clocks.pop(table_id, None)
-    firsts = dict(clocks)
+    firsts = _firsts(worker, truth) if worker.layout.settings.paces else dict(clocks)
     may_leave_by_it = not worker.layout.settings.groups.leaders
     leaves_by_its_step = worker.world.draw.random() < 0.3 and may_leave_by_it  # else by another
     stays = list(worker.layout.tables)
-    if leaves_by_its_step:
-        stays = [table for table in stays if table not in awake_tables(worker)]
     number, worker.is_at_its_last = 0, False
     while not worker.is_at_its_last:
         number += 1
+        _begin_loop(worker, firsts, clocks)
         worker.is_at_its_last = is_last = number >= steps + worker.extra_steps
         newest: dict[TableId, int] = {}
+        if is_last and leaves_by_its_step:
+            stays = [table for table in stays if table not in awake_tables(worker)]
         if not is_last and _may_seal_together(worker, clocks):
             yield from _steps_together(worker, truth, clocks, newest)
             _leave_out(worker, firsts, clocks, newest)
             yield from worker.between(worker, True)
             continue
-        for table in awake_tables(worker):
+        for table, is_its_last in steps_of_loop(worker):
             clock = clocks[table.table_id] + 1
+            _begin_step(worker, table, clocks)
             edit = worker.layout.settings.edits.at(table, clock)
-            if is_last and leaves_by_its_step and edit is None:
+            leaves = is_last and is_its_last and leaves_by_its_step
+            if leaves and edit is None:
                 yield from _step(worker, truth, table, clock, last=True)
                 continue
             blocks: Container[int] = EVERY_BLOCK
@@ -70,7 +83,7 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
                 yield from _step(worker, truth, table, clock)
             else:
                 yield from _edit(worker, truth, edit)
-            if is_last and leaves_by_its_step:
+            if leaves:
                 stays.append(table)
             newest[table.table_id] = yield from _pull(worker, truth, table, clock, blocks)
             clocks[table.table_id] = clock
@@ -86,10 +99,53 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
         yield lambda key=(table.table_id, clock): key in worker.ended  # type: ignore[misc]
 
 
+def _begin_step(worker: SimWorker, table: Table, clocks: Mapping[TableId, int]) -> None:
+    """As `TrainedModel.step`: each table is a model of its own."""
+    is_only = len(worker.layout.tables) == 1
+    worker.loop.begin_step(table.table_id, _awake_clocks(worker, clocks), is_only=is_only)
+
+
+def _firsts(worker: SimWorker, truth: Truth) -> dict[TableId, int]:
+    """The clocks at which the tables began."""
+    return {t.table_id: truth.restored.get(t.table_id, 0) for t in worker.layout.tables}
+
+
 def awake_tables(worker: SimWorker) -> list[Table]:
-    """Those that are stepped."""
-    asleep = worker.layout.settings.asleep
-    return [table for table in worker.layout.tables if table.table_id not in asleep]
+    """Those that are stepped, in this time of its loop."""
+    settings = worker.layout.settings
+    return [
+        table
+        for table in worker.layout.tables
+        if table.table_id not in settings.asleep
+        and settings.wakes_in.get(table.table_id, 0) <= worker.loop_number
+    ]
+
+
+def steps_of_loop(worker: SimWorker) -> list[tuple[Table, bool]]:
+    """The tables that are stepped, as often as they are, and whether it is a table's last step in
+    this time of the loop.
+    """
+    paces = worker.layout.settings.paces
+    counts = [(table, paces.get(table.table_id, 1)) for table in awake_tables(worker)]
+    return [(table, step == count - 1) for table, count in counts for step in range(count)]
+
+
+def _begin_loop(
+    worker: SimWorker, firsts: Mapping[TableId, int], clocks: Mapping[TableId, int]
+) -> None:
+    """How often its loop was gone through by all who train is in the clocks of the first table."""
+    settings = worker.layout.settings
+    if settings.paces:
+        base = worker.layout.tables[0].table_id
+        worker.loop_number = (clocks[base] - firsts[base]) // settings.paces[base]
+    if settings.has_save_points:
+        is_only = len(worker.layout.tables) == 1
+        worker.loop.save_point(_awake_clocks(worker, clocks), is_only=is_only)
+
+
+def _awake_clocks(worker: SimWorker, clocks: Mapping[TableId, int]) -> dict[TableId, int]:
+    awake = [table.table_id for table in awake_tables(worker)]
+    return {table_id: clocks[table_id] for table_id in awake if table_id in clocks}
 
 
 def begin_anew(
@@ -138,6 +194,8 @@ def _leave_out(
         clocks[table_id] += count
         worker.world.counts["clocks left out"] += count
     asleep = worker.layout.settings.asleep
+    if worker.layout.settings.paces:
+        return
     awake = {table_id: clock for table_id, clock in clocks.items() if table_id not in asleep}
     taken = {clock - firsts[table_id] for table_id, clock in awake.items()}
     assert len(taken) == 1, f"S7: worker {worker.rank} is at {clocks}, from {firsts}"
@@ -146,26 +204,26 @@ def _leave_out(
 def begin_where_the_others_are(
     worker: SimWorker, truth: Truth, clocks: dict[TableId, int]
 ) -> Waits:
-    """As `ps_worker.training.joining`: it joins each table, and puts them at one step, as they are
+    """As `ps_worker.training.joining`: it joins each table, and puts them at one place, as they are
     for the others, before it waits for anything. Else it could wait on one table for who waits for
     it on another.
     """
     tables = worker.layout.tables
     yield lambda: len(worker.joined_after()) == len(tables)
     joined = worker.joined_after()
-    stepped = awake_tables(worker)
-    firsts = [truth.restored.get(table.table_id, 0) for table in stepped]
-    counts = passed([joined[table.table_id] for table in stepped], firsts)
     clocks.update(joined)
-    for table, count in zip(stepped, counts, strict=True):
-        ranges = list(table.blocks_by_range(worker.layout.range_count))
-        newest = joined[table.table_id] + count
-        for clock in range(joined[table.table_id] + 1, newest + 1):
-            worker.world.counts["steps that are passed"] += 1
-            worker.window.seal(table.table_id, clock, ranges, StepTerms(skip=True))
-        clocks[table.table_id] = newest
-        worker.layout.settings.steps(table, newest)
-    taken = {clocks[t.table_id] - first for t, first in zip(stepped, firsts, strict=True)}
+    worker.loop_number = MANY  # whichever of the tables are stepped
+    stepped, firsts = awake_tables(worker), _firsts(worker, truth)
+    place = yield from _find_place(worker, truth, clocks)
+    if place is None:
+        counts = passed(
+            [clocks[t.table_id] for t in stepped], [firsts[t.table_id] for t in stepped]
+        )
+        ends = {t.table_id: clocks[t.table_id] + n for t, n in zip(stepped, counts, strict=True)}
+        _pass_to(worker, truth, clocks, ends)
+    else:
+        worker.loop.begin_at({t.table_id: clocks[t.table_id] for t in stepped}, place)
+    taken = {clocks[t.table_id] - firsts[t.table_id] for t in stepped}
     worker.world.counts["joined tables that were far apart"] += len(taken) > 1
     for table in tables:
         truth.sealed[table.table_id, worker.incarnation] = clocks[table.table_id]
@@ -174,6 +232,42 @@ def begin_where_the_others_are(
         worker.world.counts["joined what sleeps"] += sleeps
         with worker.without_failed(table):
             yield from _join(worker, truth, table, joined[table.table_id], clocks[table.table_id])
+
+
+def _find_place(
+    worker: SimWorker, truth: Truth, clocks: dict[TableId, int]
+) -> Generator[Callable[[], bool], None, LoopPlace | None]:
+    """As `ps_worker.client.joined_place`: a place of the others, if any tells; it is at its own."""
+    world = worker.world
+    stepped = [table.table_id for table in awake_tables(worker)]
+    search = PlaceSearch({each: clocks[each] for each in stepped}, _firsts(worker, truth))
+    began_s = world.now_s
+    is_found = search.hear(())
+    while not is_found:
+        is_found = search.hear(worker.reports())
+        _pass_to(worker, truth, clocks, search.clocks)
+        world.counts["places followed"] += not is_found and search.place is not None
+        if world.now_s >= began_s + (UNHEARD_S if search.place is None else FOLLOWS_S):
+            break
+        at_s = world.now_s + ASKS_S
+        world.after(ASKS_S, worker.go_on)
+        yield lambda at_s=at_s: world.now_s >= at_s  # type: ignore[misc]
+    world.counts["places found" if is_found else "places not found"] += 1
+    return search.place
+
+
+def _pass_to(
+    worker: SimWorker, truth: Truth, clocks: dict[TableId, int], ends: Mapping[TableId, int]
+) -> None:
+    """It ends steps with nothing up to these clocks, and waits for none of them."""
+    for table in awake_tables(worker):
+        ranges = list(table.blocks_by_range(worker.layout.range_count))
+        for clock in range(clocks[table.table_id] + 1, ends[table.table_id] + 1):
+            worker.world.counts["steps that are passed"] += 1
+            worker.window.seal(table.table_id, clock, ranges, StepTerms(skip=True))
+            truth.sealed[table.table_id, worker.incarnation] = clock
+        clocks[table.table_id] = max(clocks[table.table_id], ends[table.table_id])
+        worker.layout.settings.steps(table, clocks[table.table_id])
 
 
 def _join(worker: SimWorker, truth: Truth, table: Table, joined: int, newest: int) -> Waits:
@@ -261,6 +355,7 @@ def _steps_together(
     opened = []
     for table in tables:
         clock = clocks[table.table_id] + 1
+        _begin_step(worker, table, clocks)
         opened.append((yield from _begun(worker, truth, table, clock, may_be_eager=False)))
     skip = worker.world.draw.random() < 0.1
     is_out = skip or any(each.is_bad for each in opened)

@@ -75,6 +75,12 @@ class Settings:
         self.groups = Groups()  # none
         self.asleep: set[TableId] = set()
         """Tables that no worker steps."""
+        self.paces: dict[TableId, int] = {}
+        """How many steps of each table a loop has, if more than one may be; none: one of each."""
+        self.wakes_in: dict[TableId, int] = {}
+        """In which time of the loop a table is stepped first; else in the first, 0."""
+        self.has_save_points = False
+        """Whether scripts say where their loops begin."""
         self.of_one: set[TableId] = set()
         """Tables of runs that have one worker."""
         self.unreadable: set[TableId] = set()

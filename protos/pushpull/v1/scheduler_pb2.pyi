@@ -230,7 +230,7 @@ class LossTotals(_message.Message):
     def __init__(self, count: _Optional[int] = ..., total: _Optional[float] = ..., square_total: _Optional[float] = ..., non_finite_count: _Optional[int] = ...) -> None: ...
 
 class NodeProgress(_message.Message):
-    __slots__ = ("tables", "pushed_bytes", "pulled_bytes", "step_count", "loss", "staleness", "waiting_for", "planned_step_count", "lane", "read_waits", "losses")
+    __slots__ = ("tables", "pushed_bytes", "pulled_bytes", "step_count", "loss", "staleness", "waiting_for", "planned_step_count", "lane", "read_waits", "losses", "loop")
     TABLES_FIELD_NUMBER: _ClassVar[int]
     PUSHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PULLED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -242,6 +242,7 @@ class NodeProgress(_message.Message):
     LANE_FIELD_NUMBER: _ClassVar[int]
     READ_WAITS_FIELD_NUMBER: _ClassVar[int]
     LOSSES_FIELD_NUMBER: _ClassVar[int]
+    LOOP_FIELD_NUMBER: _ClassVar[int]
     tables: _containers.RepeatedCompositeFieldContainer[TableProgress]
     pushed_bytes: int
     pulled_bytes: int
@@ -253,7 +254,30 @@ class NodeProgress(_message.Message):
     lane: str
     read_waits: _containers.RepeatedCompositeFieldContainer[ReadWait]
     losses: LossTotals
-    def __init__(self, tables: _Optional[_Iterable[_Union[TableProgress, _Mapping]]] = ..., pushed_bytes: _Optional[int] = ..., pulled_bytes: _Optional[int] = ..., step_count: _Optional[int] = ..., loss: _Optional[float] = ..., staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ..., planned_step_count: _Optional[int] = ..., lane: _Optional[str] = ..., read_waits: _Optional[_Iterable[_Union[ReadWait, _Mapping]]] = ..., losses: _Optional[_Union[LossTotals, _Mapping]] = ...) -> None: ...
+    loop: LoopProgress
+    def __init__(self, tables: _Optional[_Iterable[_Union[TableProgress, _Mapping]]] = ..., pushed_bytes: _Optional[int] = ..., pulled_bytes: _Optional[int] = ..., step_count: _Optional[int] = ..., loss: _Optional[float] = ..., staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ..., planned_step_count: _Optional[int] = ..., lane: _Optional[str] = ..., read_waits: _Optional[_Iterable[_Union[ReadWait, _Mapping]]] = ..., losses: _Optional[_Union[LossTotals, _Mapping]] = ..., loop: _Optional[_Union[LoopProgress, _Mapping]] = ...) -> None: ...
+
+class LoopTable(_message.Message):
+    __slots__ = ("table_id", "clock", "place", "step_count")
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    STEP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    table_id: int
+    clock: int
+    place: int
+    step_count: int
+    def __init__(self, table_id: _Optional[int] = ..., clock: _Optional[int] = ..., place: _Optional[int] = ..., step_count: _Optional[int] = ...) -> None: ...
+
+class LoopProgress(_message.Message):
+    __slots__ = ("tables", "has_place", "in_turn")
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    HAS_PLACE_FIELD_NUMBER: _ClassVar[int]
+    IN_TURN_FIELD_NUMBER: _ClassVar[int]
+    tables: _containers.RepeatedCompositeFieldContainer[LoopTable]
+    has_place: bool
+    in_turn: bool
+    def __init__(self, tables: _Optional[_Iterable[_Union[LoopTable, _Mapping]]] = ..., has_place: _Optional[bool] = ..., in_turn: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("session", "progress", "view_number")

@@ -1,0 +1,65 @@
+"""Workers' reports of their training loops, in heartbeats and in the scheduler's status."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ps_core.keys import TableId
+from ps_runtime.cluster.scheduler_link import SchedulerLink
+from ps_worker.spec.loop_places import LoopPlace, LoopReport, TrainingLoop
+from pushpull.v1 import scheduler_pb2, types_pb2
+
+_MAX_TABLE_COUNT = 2_000
+"""A loop with more tables is not told: a heartbeat has a bound."""
+
+
+def loop_to_proto(
+    loop: TrainingLoop, sealed: Mapping[TableId, int]
+) -> scheduler_pb2.LoopProgress | None:
+    """The report of a loop whose worker has sealed these clocks; None before its first step."""
+    place = loop.place
+    if place is None or len(loop.clocks) > _MAX_TABLE_COUNT:
+        return None
+    return scheduler_pb2.LoopProgress(
+        tables=[
+            scheduler_pb2.LoopTable(
+                table_id=table_id,
+                clock=max(clock, sealed.get(table_id, 0)),
+                place=place.clocks.get(table_id, 0),
+                step_count=place.steps.get(table_id, 0),
+            )
+            for table_id, clock in loop.clocks.items()
+        ],
+        has_place=bool(place.clocks),
+        in_turn=place.in_turn,
+    )
+
+
+def loop_from_proto(loop: scheduler_pb2.LoopProgress, *, is_alive: bool) -> LoopReport:
+    tables = {TableId(table.table_id): table for table in loop.tables}
+    clocks = {table_id: table.place for table_id, table in tables.items()}
+    steps = {table_id: table.step_count for table_id, table in tables.items()}
+    place = LoopPlace(
+        clocks if loop.has_place else {}, steps if any(steps.values()) else {}, loop.in_turn
+    )
+    sealed = {table_id: table.clock for table_id, table in tables.items()}
+    return LoopReport(is_alive, sealed, place)
+
+
+async def reports_of_others(link: SchedulerLink, end_s: float) -> list[LoopReport]:
+    """The newest reports of the other workers of the run. Blocking: up to `end_s`.
+
+    Raises:
+        WaitExpired: the scheduler did not answer in time.
+    """
+    request = scheduler_pb2.GetClusterStatusRequest(session=link.identity)
+    what = "the scheduler to say where the other workers are"
+    status = await link.call("GetClusterStatus", request, what, end_s)
+    return [
+        loop_from_proto(each.progress.loop, is_alive=each.node.state == types_pb2.NODE_STATE_ALIVE)
+        for each in status.nodes
+        if each.node.role == types_pb2.NODE_ROLE_WORKER
+        and each.node.run == link.session.run
+        and each.node.node_id != link.session.node_id
+        and each.progress.HasField("loop")
+    ]
