@@ -20,7 +20,12 @@ from tests.sim.test_hand_overs import (
     HandOverRestartSimulation,
     HandOverSimulation,
 )
-from tests.sim.test_in_turn import InTurnNewcomerSimulation, InTurnReplacementSimulation
+from tests.sim.test_in_turn import (
+    InTurnNewcomerSimulation,
+    InTurnReplacementSimulation,
+    InTurnRestartSimulation,
+    InTurnRestoreSimulation,
+)
 from tests.sim.test_lanes import LaneSimulation
 from tests.sim.test_late_tables import LateTableSimulation
 from tests.sim.test_loads import LoadSimulation
@@ -107,6 +112,8 @@ KINDS: dict[str, type[Simulation]] = {
     "sleepers-replaced": SleepingReplacementSimulation,
     "in-turn": InTurnNewcomerSimulation,
     "in-turn-replaced": InTurnReplacementSimulation,
+    "in-turn-starts": InTurnRestartSimulation,
+    "in-turn-restores": InTurnRestoreSimulation,
     "shards": ShardSimulation,
     "shards-restores": ShardRestoreSimulation,
 }
@@ -159,6 +166,8 @@ SHARES = {
     "sleepers-replaced": 5,
     "in-turn": 3,
     "in-turn-replaced": 3,
+    "in-turn-starts": 5,
+    "in-turn-restores": 5,
     "shards": 4,
     "shards-restores": 10,
 }

@@ -9,14 +9,6 @@ _IN_TURN = ("in-turn", "in-turn-replaced")
 
 PLACE_MUTANTS = (
     Mutant(
-        "who joins a loop goes nowhere",
-        "S6",
-        _PLACES,
-        "            self.clocks = first_place(best, self.clocks)\n",
-        "            pass\n",
-        _IN_TURN,
-    ),
-    Mutant(
         "who joins a loop waits for nobody to come to its place",
         "S6",
         _PLACES,

@@ -9,7 +9,7 @@ stepped from a later time of the loop on, as layers that are frozen at first.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -20,6 +20,8 @@ from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
 from tests.sim.test_newcomers import NewcomerSimulation
 from tests.sim.test_replacements import ReplacementSimulation
+from tests.sim.test_restores import Restoration, RestoredSimulation, RestoreSimulation
+from tests.sim.test_scheduler_restarts import RestartSimulation
 from tests.sim.test_simulation import QUICK_SEEDS, Simulation, run_seeds
 from tests.sim.truth import Settings
 
@@ -34,11 +36,15 @@ class InTurn(Simulation):
     """One seed of such scripts. None has backup workers, who skip clocks on all tables alike."""
 
     def specs(self, seed: int) -> list[TableSpec]:
-        """The tables."""
-        self.loops = random.Random(f"loops of {seed}")
+        """The tables: two at least."""
         found = super().specs(seed)
         more = [replace(found[0], name="table-1")] if len(found) == 1 else []
-        return [self._spec_in_turn(spec) for spec in (*found, *more)]
+        return self.in_turn(seed, [*found, *more])
+
+    def in_turn(self, seed: int, specs: Iterable[TableSpec]) -> list[TableSpec]:
+        """Tables that may be stepped in turn."""
+        self.loops = random.Random(f"loops of {seed}")
+        return [self._spec_in_turn(spec) for spec in specs]
 
     def _spec_in_turn(self, spec: TableSpec) -> TableSpec:
         is_bsp = spec.consistency.backup_workers or self.loops.random() < _MOSTLY_BSP
@@ -52,7 +58,10 @@ class InTurn(Simulation):
     def truth_settings(self, tables: Iterable[Table]) -> Settings:
         """They know the loop."""
         tables = list(tables)
-        known = super().truth_settings(tables)
+        return self.with_loop(super().truth_settings(tables), tables)
+
+    def with_loop(self, known: Settings, tables: Sequence[Table]) -> Settings:
+        """The settings, with a loop that is drawn."""
         for table in tables:
             known.paces[table.table_id] = self.loops.choice(_PACES)
         for table in tables[1:]:
@@ -81,6 +90,45 @@ class InTurnReplacementSimulation(InTurn, ReplacementSimulation):
     seldom: ClassVar[frozenset[str]] = frozenset({"replaced again"})
 
 
+class InTurnRestartSimulation(InTurn, RestartSimulation):
+    """One seed in which the scheduler dies, too: the next one hears of loops by heartbeats."""
+
+    often: ClassVar[frozenset[str]] = frozenset({
+        "gone", "replacements", "joined", "scheduler started again", "places found",
+        "places followed", "steps that are passed",
+    })  # fmt: skip
+    seldom: ClassVar[frozenset[str]] = frozenset()
+
+
+class InTurnRestoreSimulation(InTurn, RestoreSimulation):
+    """One seed in which the cluster is restored: this is its first timeline."""
+
+    often: ClassVar[frozenset[str]] = frozenset({
+        "restored in place", "restored elsewhere", "ranges loaded", "replacements", "joined",
+        "places found", "places followed",
+    })  # fmt: skip
+    seldom: ClassVar[frozenset[str]] = frozenset({"steps that are passed"})
+
+    def restored(self, began: Restoration) -> RestoredSimulation:
+        """The timeline that follows."""
+        return _InTurnRestoredSimulation(began)
+
+
+class _InTurnRestoredSimulation(RestoredSimulation, InTurnRestoreSimulation):
+    """A timeline that began with a checkpoint, perhaps in the middle of a loop, by a script whose
+    loop is another.
+    """
+
+    def specs(self, seed: int) -> list[TableSpec]:
+        """Those of the checkpoint."""
+        return self.in_turn(self.number, super().specs(seed))
+
+    def truth_settings(self, tables: Iterable[Table]) -> Settings:
+        """They know the loop."""
+        tables = list(tables)
+        return self.with_loop(super().truth_settings(tables), tables)
+
+
 def test_who_comes_begins_where_the_loops_of_the_others_do(sim_seeds: tuple[int, ...]) -> None:
     run_seeds(InTurnNewcomerSimulation, sim_seeds[:QUICK_SEEDS])
 
@@ -89,3 +137,13 @@ def test_who_comes_begins_where_the_loops_of_the_others_do(sim_seeds: tuple[int,
 def test_who_replaces_begins_where_the_loops_of_the_others_do(sim_seeds: tuple[int, ...]) -> None:
     """S6, whatever server is next."""
     run_seeds(InTurnReplacementSimulation, sim_seeds[:QUICK_SEEDS])
+
+
+@pytest.mark.timeout(300)
+def test_who_comes_while_the_scheduler_is_away_begins_there(sim_seeds: tuple[int, ...]) -> None:
+    run_seeds(InTurnRestartSimulation, sim_seeds[:QUICK_SEEDS])
+
+
+@pytest.mark.timeout(300)
+def test_who_comes_to_a_restored_cluster_begins_there(sim_seeds: tuple[int, ...]) -> None:
+    run_seeds(InTurnRestoreSimulation, sim_seeds[:QUICK_SEEDS])

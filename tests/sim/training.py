@@ -33,7 +33,7 @@ TOGETHER = 0.7
 FOLLOWS_S = 600.0
 """So long a late joiner follows the others to a place, which may be slow here ..."""
 UNHEARD_S = 3.0
-"""... or waits for anyone to tell of one ..."""
+"""... or waits for anyone to tell of one; as long where tables of several paces need it ..."""
 ASKS_S = 0.25
 """... and asks again so often."""
 
@@ -242,12 +242,13 @@ def _find_place(
     stepped = [table.table_id for table in awake_tables(worker)]
     search = PlaceSearch({each: clocks[each] for each in stepped}, _firsts(worker, truth))
     began_s = world.now_s
+    unheard_s = FOLLOWS_S if worker.layout.settings.paces else UNHEARD_S
     is_found = search.hear(())
     while not is_found:
         is_found = search.hear(worker.reports())
         _pass_to(worker, truth, clocks, search.clocks)
         world.counts["places followed"] += not is_found and search.place is not None
-        if world.now_s >= began_s + (UNHEARD_S if search.place is None else FOLLOWS_S):
+        if world.now_s >= began_s + (unheard_s if search.place is None else FOLLOWS_S):
             break
         at_s = world.now_s + ASKS_S
         world.after(ASKS_S, worker.go_on)
