@@ -11,7 +11,8 @@ table the loop took the time before; the joining worker ends steps with nothing 
     the loop              a place is
     trains one model      before each step
     trains several        before a step of the model that it steps first, if another came since
-    has save points       each of these
+    does, and has save    each of these, unless they are many times of the loop apart
+    points
 """
 
 from __future__ import annotations
@@ -53,6 +54,9 @@ _NO_PLACE = LoopPlace({}, {}, in_turn=True)
 _ALONE_AFTER = 8
 """Steps of a model in a row, from the first on, by which a script shows that it trains it alone."""
 
+_LOOPS_TO_SAVE_POINT = 8
+"""Save points that are further apart, as one an epoch, are no places of the loop."""
+
 
 class TrainingLoop:
     """The loop of one worker, as far as its steps show.
@@ -68,7 +72,8 @@ class TrainingLoop:
         self._first: Hashable = None  # the model that the loop steps first
         self._count = 0  # its steps
         self._in_turn = False
-        self._has_others = False  # another model was stepped since the last place
+        self._has_others = False  # another model was stepped since the loop began
+        self._loop_count = 0  # times that it has begun since the last save point
         self._has_save_points = False
 
     def begin_at(self, clocks: Mapping[TableId, int], place: LoopPlace) -> None:
@@ -93,35 +98,42 @@ class TrainingLoop:
             self._step_in_turn()
             return
         self._count += 1
-        if self._has_save_points:
-            return
         if self._has_others or (not self._in_turn and (is_only or self._count > _ALONE_AFTER)):
             self._has_others = False
-            self._come(clocks)
-        elif self.place is None or not self._in_turn:
+            self._loop_count += 1
+            if self._loop_count > _LOOPS_TO_SAVE_POINT:
+                self._heed_save_points(False)
+            if not self._has_save_points:
+                self._come(clocks, in_turn=self._in_turn)
+        elif self.place is None or not (self._in_turn or self._has_save_points):
             self.place = _NO_PLACE
 
     def save_point(self, clocks: Mapping[TableId, int], *, is_only: bool = True) -> None:
         """The script says that it is between two times of its loop; as `begin_step`."""
+        if is_only and not self._in_turn:
+            return  # it may begin at each step
         self.clocks = clocks
-        self._in_turn = self._in_turn or not is_only
-        if not self._has_save_points:
-            self._has_save_points = True
+        self._heed_save_points(self._loop_count <= _LOOPS_TO_SAVE_POINT)
+        self._loop_count = 0
+        if self._has_save_points:
+            self._come(clocks, in_turn=True)
+
+    def _heed_save_points(self, has_save_points: bool) -> None:
+        if has_save_points is not self._has_save_points:
+            self._has_save_points = has_save_points
             self.place = None if self.place is None else _NO_PLACE
-        self._come(clocks)
 
     def _step_in_turn(self) -> None:
-        if not self._in_turn:
-            self._in_turn = True
-            place = self.place if self._has_save_points else None
-            self.place = _NO_PLACE if place is None else place._replace(in_turn=True)
+        if not self._in_turn and not self._has_save_points:
+            self.place = _NO_PLACE
+        self._in_turn = True
 
-    def _come(self, clocks: Mapping[TableId, int]) -> None:
+    def _come(self, clocks: Mapping[TableId, int], *, in_turn: bool) -> None:
         before = self.place or _NO_PLACE
         known = before.clocks
         moved = {table: clock - known.get(table, clock) for table, clock in clocks.items()}
         steps = moved if any(moved.values()) else before.steps
-        self.place = LoopPlace(dict(clocks), steps, self._in_turn)
+        self.place = LoopPlace(dict(clocks), steps, in_turn)
 
 
 def first_place(place: LoopPlace, clocks: Mapping[TableId, int]) -> dict[TableId, int]:

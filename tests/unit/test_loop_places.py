@@ -88,9 +88,36 @@ def test_save_points_are_the_places_of_a_script_that_has_them() -> None:
 
 
 def test_what_was_taken_for_a_place_is_none_once_a_script_has_save_points() -> None:
+    loop = looped(CRITIC, ACTOR, CRITIC, ACTOR)
+    loop.save_point(both(3, 3), is_only=False)
+    assert loop.place == LoopPlace(both(3, 3), {}, in_turn=True)
+
+
+def test_a_loop_of_one_model_begins_before_each_step_also_where_there_are_save_points() -> None:
+    """A script may have one an epoch: who joins does not wait for that."""
     loop = looped(CRITIC, CRITIC, is_only=True)
-    loop.save_point(both(3, 1))
-    assert loop.place == LoopPlace(both(3, 1), {}, in_turn=False)
+    loop.save_point(both(3, 0))
+    assert loop.place == LoopPlace(both(2, 0), both(1, 0), in_turn=False)
+
+
+def test_save_points_of_a_script_that_steps_one_of_its_models_are_no_places_for_long() -> None:
+    loop = TrainingLoop()
+    for clock in range(30):
+        if clock % 20 == 0:
+            loop.save_point(both(clock, 0), is_only=False)
+        loop.begin_step(CRITIC, both(clock, 0), is_only=False)
+    assert loop.place == LoopPlace(both(29, 0), both(1, 0), in_turn=False)
+
+
+def test_save_points_that_are_far_apart_are_no_places() -> None:
+    loop, clock = TrainingLoop(), 0
+    for _ in range(2):
+        loop.save_point(both(clock, clock), is_only=False)
+        for _ in range(20):
+            loop.begin_step(CRITIC, both(clock, clock), is_only=False)
+            loop.begin_step(ACTOR, both(clock + 1, clock), is_only=False)
+            clock += 1
+    assert loop.place == LoopPlace(both(39, 39), both(1, 1), in_turn=True)
 
 
 def test_who_has_joined_tells_of_the_loop_before_it_has_been_around() -> None:
