@@ -42,7 +42,7 @@ def begin_where_the_others_are(
     handles = [part.handle for part in (*tables, *rows)]
     joined = [handle for handle in handles if joins(handle.table.table_id)]
     client.tables.join(joined, at_place=True)
-    if not client.tables.place.clocks:
+    if not {handle.table.table_id for handle in joined} <= client.tables.place.clocks.keys():
         _bring_to_one_step(client, tables, handles)
     for table in tables:
         table.begin_pull()
