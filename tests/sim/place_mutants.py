@@ -42,14 +42,6 @@ PLACE_MUTANTS = (
         _IN_TURN,
     ),
     Mutant(
-        "a place of before another model was stepped is taken for one",
-        "S6",
-        _PLACES,
-        "        places = [report.place for report in live if report.place.in_turn]\n",
-        "        places = [report.place for report in live]\n",
-        _IN_TURN,
-    ),
-    Mutant(
         "a place that is behind is taken for one that the others have come to",
         "S6",
         _PLACES,
