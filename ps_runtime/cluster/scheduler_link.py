@@ -62,6 +62,7 @@ class SchedulerLink:
         left_url: the place for the state of a worker that leaves; empty: none.
         checkpoint_url: servers: the place of checkpoints; empty: none.
         lease_s: a node without a heartbeat for so long counts as silent.
+        heartbeat_interval_s: between two heartbeats.
         token_key: servers: the key that session tokens are checked with. Otherwise empty.
         view: the newest view, or None before the first.
         before_view: awaited with each newer view before it is taken; later views wait.
@@ -99,7 +100,7 @@ class SchedulerLink:
         self.is_stopped_here = False
         self.is_leaving = False
         self.identity = answer.session
-        self._heartbeat_interval_s = answer.heartbeat_interval_ms / 1000
+        self.heartbeat_interval_s: float = answer.heartbeat_interval_ms / 1000
         self._addresses = addresses
         self._is_away = False
         self._is_closed = False
@@ -332,11 +333,11 @@ class SchedulerLink:
                 self._heard()
             except PushpullError as error:
                 self._failed(address, error)
-            await asyncio.sleep(self._heartbeat_interval_s)
+            await asyncio.sleep(self.heartbeat_interval_s)
 
     async def _watch(self) -> None:
         """Read the stream of views, and open it again whenever it ends."""
-        backoff = Backoff(last_bound_s=max(self._heartbeat_interval_s, 0.1))
+        backoff = Backoff(last_bound_s=max(self.heartbeat_interval_s, 0.1))
         request = scheduler_pb2.WatchClusterRequest(session=self.identity)
         while self.fenced_by is None:
             address = self._addresses.present

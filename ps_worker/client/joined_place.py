@@ -8,50 +8,75 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Collection, Sequence
+from typing import Final
 
 from ps_core.cluster_view import ClusterView
+from ps_core.consistency import Mode
 from ps_core.errors import WaitExpired
 from ps_core.keys import TableId
+from ps_core.tables.table import Table
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_worker.client.connection import ClientConnection
-from ps_worker.spec.loop_places import LoopReport, PlaceSearch
+from ps_worker.spec.loop_places import Found, LoopReport, PlaceSearch
+from ps_worker.steps.steps import TableHandle
 from ps_worker.transport.loop_reports import reports_of_others
 
-_ASKS_S = 0.25
-_JOINED_WITHIN_S = 5.0
-"""Seconds that it waits until it has joined the tables that its script has not opened."""
+_UNHEARD_LEASES: Final = 1
+"""It waits so many leases for anyone to tell of a loop ..."""
 
-_QUIET_LEASES = 2
-"""Without a step of the others for so many leases, it begins where it is; for one, if it knows how
-far their loop goes at a time."""
+_FOLLOWED_LEASES: Final = 4
+"""... and so many in all for one to come to a place; then it begins where it is."""
 
 
 class JoinedPlace:
     """The search of one worker, made once.
 
     Attributes:
-        clocks: at which it begins, by table; empty until they are found, and where nobody told.
+        clocks: the newest that it has ended with nothing, by table.
+        tables: those on which it begins at a place of the others.
+        is_told: a living worker has told where the loop is, or there is no need to know.
     """
 
     def __init__(self, connection: ClientConnection) -> None:
         self._connection = connection
         self._engine = connection.engine
-        self._ended: dict[TableId, int] = {}  # the newest clocks that it has ended with nothing
         self._has_searched = False
-        self.clocks: Mapping[TableId, int] = {}
+        self._running: PlaceSearch | None = None
+        self._lock = threading.Lock()  # for `clocks` and the end of a search
+        self.clocks: dict[TableId, int] = {}
+        self.tables: Collection[TableId] = frozenset()
+        self.is_told = True
 
-    def find(self, begun: Collection[TableId]) -> None:
-        """Find the place, and end steps up to it, but for tables that the script has begun.
+    def find(self, handles: Sequence[TableHandle]) -> None:
+        """Find the place, and end steps up to it, but for those of the script's handles that it has
+        begun to step. However that ends, the handles stand where it has ended steps with nothing.
 
-        Blocking: while the others go on to a place of a loop that steps several models; a moment
-            otherwise.
+        Blocking: while the others go on to a place of a loop that steps several models, some leases
+            at most; a moment otherwise.
         """
-        if not self._has_searched:
-            limit_s = self._connection.config.request_deadline_s
-            self._connection.asked(self._find(frozenset(begun), now_s() + limit_s), limit_s)
+        if self._has_searched:
+            return
+        limit_s, search = self._connection.config.request_deadline_s, PlaceSearch(self.clocks)
+        waiting = {each.table.table_id: each for each in handles if self._waits(each)}
+        begun = frozenset(each.table.table_id for each in handles) - waiting.keys()
+        self._running = search
+        try:
+            self._connection.asked(self._find(search, begun, now_s() + limit_s), limit_s)
             self._has_searched = True
+        finally:
+            with self._lock:  # one that was interrupted ends no more steps
+                self._running = None
+            for table_id in waiting.keys() & self.clocks.keys():
+                steps, clock = waiting[table_id].steps, self.clocks[table_id]
+                steps.reached(clock)
+                steps.skip_clocks(clock - steps.clock, is_owed=False)
+
+    def _waits(self, handle: TableHandle) -> bool:
+        """True if the script has not begun to step it."""
+        return handle.steps.is_to_join or handle.clock == self.clocks.get(handle.table.table_id)
 
     def joined(self, view: ClusterView) -> dict[TableId, int]:
         """The clocks after which this worker has joined the tables that are older than it."""
@@ -63,52 +88,50 @@ class JoinedPlace:
             if join.incarnation == me and self._engine.joins(table.table_id)
         }
 
-    async def _find(self, begun: frozenset[TableId], end_s: float) -> None:
-        engine = self._engine
-        count = sum(engine.joins(table.table_id) for table in engine.view.tables)
+    async def _find(self, search: PlaceSearch, begun: frozenset[TableId], end_s: float) -> None:
+        engine, began_s = self._engine, now_s()
+        lease_s, interval_s = engine.scheduler.lease_s, engine.scheduler.heartbeat_interval_s
         with contextlib.suppress(WaitExpired):
             await engine.scheduler.view_where(
-                lambda view: len(self.joined(view)) >= count, "all joins", _JOINED_WITHIN_S
+                lambda view: self._firsts(begun).keys() <= self.joined(view).keys(),
+                "all joins",
+                interval_s,
             )
-        tables = engine.view.tables_by_id
-        joined = {t: c for t, c in self.joined(engine.view).items() if t not in begun}
-        search = PlaceSearch(
-            {t: max(clock, self._ended.get(t, 0)) for t, clock in joined.items()},
-            {t: tables[t].restored_clock or 0 for t in joined},
-        )
-        is_found = await self._search(search, joined, end_s)
-        place = search.place
-        if place is None:
-            return
-        self.clocks = search.clocks
-        engine.steps.loop.begin_at(search.clocks, place)
-        if not is_found and not place.steps:
-            logs.warning(
-                "joined_between_steps",
-                risk="if workers step several models in turn, this one and the others may wait for "
-                "each other: none of them has come to the beginning of its loop",
-                remedy="end this worker and start it again, or train these tables under ssp or asp",
-            )
-
-    async def _search(
-        self, search: PlaceSearch, joined: Mapping[TableId, int], end_s: float
-    ) -> bool:
-        """True if it has found a place."""
-        if search.hear(()):
-            return True
-        heard: list[LoopReport] = []
-        lease_s = self._engine.scheduler.lease_s
-        quiet_s = now_s() + lease_s
         while True:
-            reports = await self._asked(min(quiet_s, end_s))
-            is_found = search.hear(reports)
-            await self._end_up_to(search.clocks, joined, end_s)
-            if reports != heard and search.place is not None:
-                leases = 1 if search.place.steps else _QUIET_LEASES
-                heard, quiet_s = reports, now_s() + leases * lease_s
-            if is_found or now_s() >= min(quiet_s, end_s):
-                return is_found
-            await asyncio.sleep(_ASKS_S)
+            firsts = self._firsts(begun)
+            joined = {t: c for t, c in self.joined(engine.view).items() if t in firsts}
+            if all(t in joined and joined[t] <= first for t, first in firsts.items()):
+                return  # nobody has taken a step
+            reports = await self._asked(min(began_s + _FOLLOWED_LEASES * lease_s, end_s))
+            found = search.hear(joined, reports, firsts.keys() - joined.keys())
+            await self._end_up_to(search, end_s)
+            leases = _UNHEARD_LEASES if found is Found.NOTHING else _FOLLOWED_LEASES
+            is_late = now_s() >= min(began_s + leases * lease_s, end_s)
+            if is_late or found not in (Found.NOTHING, Found.FOLLOWS):
+                self._end(found, search)
+                return
+            await asyncio.sleep(interval_s)
+
+    def _firsts(self, begun: frozenset[TableId]) -> dict[TableId, int]:
+        """The clocks at which the tables began that it joins, or will, and on which workers wait
+        for each other.
+        """
+        return {
+            table.table_id: table.restored_clock or 0
+            for table in self._engine.view.tables
+            if self._engine.joins(table.table_id)
+            and table.table_id not in begun
+            and table.consistency.mode is not Mode.ASP
+        }
+
+    def _end(self, found: Found, search: PlaceSearch) -> None:
+        self.is_told = found in (Found.ALONE, Found.PLACE)
+        if found is Found.PLACE:
+            self.tables = search.placed
+        elif found is Found.ALONE:
+            self._engine.steps.loop.begin_alone()
+        elif found in (Found.FOLLOWS, Found.TOO_FAR):
+            warn_between_steps("the others step several models in turn")
 
     async def _asked(self, end_s: float) -> list[LoopReport]:
         """The others' reports; none if the scheduler is away."""
@@ -117,15 +140,30 @@ class JoinedPlace:
         except WaitExpired:
             return []
 
-    async def _end_up_to(
-        self, clocks: Mapping[TableId, int], joined: Mapping[TableId, int], end_s: float
-    ) -> None:
-        tables = self._engine.view.tables_by_id
-        for table_id, clock in clocks.items():
-            newest = self._ended.get(table_id, joined[table_id])
-            if clock > newest:
-                if table_id not in self._ended:
-                    await self._engine.links.meet(tables[table_id], end_s)
-                for each in range(newest + 1, clock + 1):
-                    self._engine.steps.pass_clock(tables[table_id], each)
-                self._ended[table_id] = clock
+    async def _end_up_to(self, search: PlaceSearch, end_s: float) -> None:
+        joined = self.joined(self._engine.view)
+        for table_id, clock in search.clocks.items():
+            table = self._engine.view.tables_by_id.get(table_id)
+            newest = self.clocks.get(table_id, joined.get(table_id, clock))
+            if table is None or clock <= newest:
+                continue
+            if table_id not in self.clocks:
+                await self._engine.links.meet(table, end_s)
+            self._pass_clocks(search, table, range(newest + 1, clock + 1))
+
+    def _pass_clocks(self, search: PlaceSearch, table: Table, clocks: range) -> None:
+        with self._lock:
+            if self._running is search:
+                for clock in clocks:
+                    self._engine.steps.pass_clock(table, clock)
+                self.clocks[table.table_id] = clocks[-1]
+
+
+def warn_between_steps(steps: str) -> None:
+    """Warn of a loop that steps several models, in which nothing tells where the others are."""
+    logs.warning(
+        "joined_between_steps",
+        steps=steps,
+        risk="if workers step models in turn, this one and the others may wait for each other",
+        remedy="end this worker and start it again, or train these tables under ssp or asp",
+    )

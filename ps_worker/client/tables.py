@@ -388,8 +388,8 @@ class ClientTables:
         what = f"worker {me.rank} to join {len(table_ids)} tables"
         view = self.await_view(lambda v: table_ids <= self.place.joined(v).keys(), what, deadline_s)
         if at_place and tables:
-            self.place.find({h.table.table_id for h in self.handles if not h.steps.is_to_join})
-        clocks = self.place.joined(view) | dict(self.place.clocks)
+            self.place.find(self.handles)
+        clocks = self.place.joined(view) | self.place.clocks
         for handle in tables:
             handle.steps.reached(clocks[handle.table.table_id])
 

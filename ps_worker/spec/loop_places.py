@@ -5,19 +5,19 @@
         actor.step()
 
 A joining worker begins with its loop. If the others are between the two steps then, they and it
-wait for each other. So each worker tells where its loop began last, and how many clocks of each
-table the loop took the time before; the joining worker ends steps with nothing up to a place.
+wait for each other. So each worker tells where its loop began last; the joining worker ends each
+step that they have sealed with nothing, until one of them has come to a place.
 
     the loop              a place is
     trains one model      before each step
     trains several        before a step of the model that it steps first, if another came since
-    does, and has save    each of these, unless they are many times of the loop apart
-    points
+    has save points       each of these, if it trains several
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Mapping
+from enum import Enum
 from typing import NamedTuple
 
 from ps_core.keys import TableId
@@ -27,19 +27,17 @@ class LoopPlace(NamedTuple):
     """A place of a worker's loop.
 
     Attributes:
-        clocks: of the tables that it steps; empty: it has come to none since it stepped a second
-            model.
-        steps: the clocks that the loop took the last time; empty: it has not been around.
+        clocks: of the tables that it trains; empty: it has come to none since it stepped a second
+            model, or perhaps is about to step one.
         in_turn: the loop steps several models.
     """
 
     clocks: Mapping[TableId, int]
-    steps: Mapping[TableId, int]
     in_turn: bool
 
 
 class LoopReport(NamedTuple):
-    """A worker's report: the newest clocks that it has sealed on the tables that it steps, and its
+    """A worker's report: the newest clocks that it has sealed on the tables that it trains, and its
     last place.
     """
 
@@ -48,14 +46,16 @@ class LoopReport(NamedTuple):
     place: LoopPlace
 
 
-_NO_PLACE = LoopPlace({}, {}, in_turn=True)
-"""The script steps several models, or perhaps will, and has not come to a place that shows."""
+_NO_PLACE = LoopPlace({}, in_turn=True)
 
 _ALONE_AFTER = 8
-"""Steps of a model in a row, from the first on, by which a script shows that it trains it alone."""
+"""Steps of a model in a row by which a script shows that it trains it alone."""
 
 _LOOPS_TO_SAVE_POINT = 8
 """Save points that are further apart, as one an epoch, are no places of the loop."""
+
+MOST_FOLLOWED_CLOCKS = 64
+"""A late joiner ends at most so many steps of a table with nothing."""
 
 
 class TrainingLoop:
@@ -63,146 +63,146 @@ class TrainingLoop:
 
     Attributes:
         place: the last; None before the first step.
-        clocks: of the tables that it steps, when it began the newest step.
+        clocks: of the tables that it trains, when it began the newest step.
     """
 
     def __init__(self) -> None:
         self.place: LoopPlace | None = None
         self.clocks: Mapping[TableId, int] = {}
         self._first: Hashable = None  # the model that the loop steps first
-        self._count = 0  # its steps
-        self._in_turn = False
+        self._newest: Hashable = None  # the one that it stepped last
+        self._count = 0  # the steps of it in a row
         self._has_others = False  # another model was stepped since the loop began
         self._loop_count = 0  # times that it has begun since the last save point
         self._has_save_points = False
 
-    def begin_at(self, clocks: Mapping[TableId, int], place: LoopPlace) -> None:
-        """A late joiner begins at these clocks, in a loop as that of `place`."""
-        self.place, self._in_turn = place._replace(clocks=dict(clocks)), place.in_turn
+    def begin_alone(self) -> None:
+        """A late joiner begins, and the others train one model alone."""
         self._count = _ALONE_AFTER
 
     def begin_step(
         self, model: Hashable, clocks: Mapping[TableId, int], *, is_only: bool = True
     ) -> None:
-        """The script begins a step of a model, when the tables that it steps have `clocks`.
+        """The script begins a step of a model, when the tables that it trains have `clocks`.
 
         Args:
             is_only: the script has made no other model. Else it may come to another one, unless it
-                has stepped this one `_ALONE_AFTER` times.
+                has just stepped this one `_ALONE_AFTER` times.
         """
         self.clocks = clocks
+        if self._newest not in (None, model):
+            self._count = 0
+        self._newest, self._count = model, self._count + 1
+        if is_only or self._count > _ALONE_AFTER:
+            self._first, self._has_others, self._has_save_points = model, False, False
+            self.place = LoopPlace(dict(clocks), in_turn=False)
+            return
+        if self.place is None or not self.place.in_turn:
+            self.place = _NO_PLACE
         if self._first is None:
             self._first = model
         if model != self._first:
             self._has_others = True
-            self._step_in_turn()
-            return
-        self._count += 1
-        if self._has_others or (not self._in_turn and (is_only or self._count > _ALONE_AFTER)):
-            self._has_others = False
-            self._loop_count += 1
-            if self._loop_count > _LOOPS_TO_SAVE_POINT:
-                self._heed_save_points(False)
-            if not self._has_save_points:
-                self._come(clocks, in_turn=self._in_turn)
-        elif self.place is None or not (self._in_turn or self._has_save_points):
-            self.place = _NO_PLACE
+        elif self._has_others:
+            self._begin_loop(clocks)
 
     def save_point(self, clocks: Mapping[TableId, int], *, is_only: bool = True) -> None:
         """The script says that it is between two times of its loop; as `begin_step`."""
-        if is_only and not self._in_turn:
+        if is_only or (self.place is not None and not self.place.in_turn):
             return  # it may begin at each step
         self.clocks = clocks
-        self._heed_save_points(self._loop_count <= _LOOPS_TO_SAVE_POINT)
+        self._has_save_points = self._loop_count <= _LOOPS_TO_SAVE_POINT
         self._loop_count = 0
         if self._has_save_points:
-            self._come(clocks, in_turn=True)
+            self.place = LoopPlace(dict(clocks), in_turn=True)
 
-    def _heed_save_points(self, has_save_points: bool) -> None:
-        if has_save_points is not self._has_save_points:
-            self._has_save_points = has_save_points
-            self.place = None if self.place is None else _NO_PLACE
-
-    def _step_in_turn(self) -> None:
-        if not self._in_turn and not self._has_save_points:
-            self.place = _NO_PLACE
-        self._in_turn = True
-
-    def _come(self, clocks: Mapping[TableId, int], *, in_turn: bool) -> None:
-        before = self.place or _NO_PLACE
-        known = before.clocks
-        moved = {table: clock - known.get(table, clock) for table, clock in clocks.items()}
-        steps = moved if any(moved.values()) else before.steps
-        self.place = LoopPlace(dict(clocks), steps, in_turn)
+    def _begin_loop(self, clocks: Mapping[TableId, int]) -> None:
+        self._has_others = False
+        self._loop_count += 1
+        self._has_save_points &= self._loop_count <= _LOOPS_TO_SAVE_POINT
+        if not self._has_save_points:
+            self.place = LoopPlace(dict(clocks), in_turn=True)
 
 
-def first_place(place: LoopPlace, clocks: Mapping[TableId, int]) -> dict[TableId, int]:
-    """The first place of a loop at which no table is below `clocks`, if the loop goes on as it did
-    the last time; that of one model has a step of each table. Tables that it does not step stay.
-    """
-    steps = place.steps or ({} if place.in_turn else dict.fromkeys(place.clocks, 1))
-    stepped = {t: count for t, count in steps.items() if count > 0 and t in clocks}
-    times = max((-((place.clocks[t] - clocks[t]) // n) for t, n in stepped.items()), default=0)
-    found = {t: max(clock, place.clocks.get(t, 0)) for t, clock in clocks.items()}
-    return found | {t: place.clocks[t] + times * count for t, count in stepped.items()}
+class Found(Enum):
+    """The outcome of a late joiner's question where it begins."""
+
+    NOTHING = "nobody has told of a loop"
+    ALONE = "it begins where it is: the others step one model, or have taken no step"
+    DEAD = "it begins where those who told were last: none of them lives"
+    FOLLOWS = "a living worker steps several models: it follows until one is at a place"
+    PLACE = "it begins at a place"
+    TOO_FAR = "it begins where it is: it has followed too far"
 
 
 class PlaceSearch:
     """The search of a late joiner for the place at which it begins.
 
     Args:
-        joined: the clocks after which it has joined the tables of its run.
-        firsts: the clocks at which these tables began.
+        ended: the clocks up to which it has ended steps with nothing before.
 
     Attributes:
-        clocks: those up to which it ends steps with nothing; the place, once it is found.
-        place: one of another worker, if any has told.
+        clocks: those up to which it ends steps with nothing, of the tables that it has joined.
+        placed: the tables on which they are a place.
     """
 
-    def __init__(self, joined: Mapping[TableId, int], firsts: Mapping[TableId, int]) -> None:
-        self.clocks = dict(joined)
-        self.place: LoopPlace | None = None
-        self._is_at_start = all(clock <= firsts[table] for table, clock in joined.items())
+    def __init__(self, ended: Mapping[TableId, int] | None = None) -> None:
+        self.clocks: dict[TableId, int] = dict(ended or {})
+        self.placed: frozenset[TableId] = frozenset()
+        self._joined: Mapping[TableId, int] = {}
 
-    def hear(self, reports: Collection[LoopReport]) -> bool:
-        """Take the newest reports of the other workers; True once it may begin at `clocks`.
+    def hear(
+        self,
+        joined: Mapping[TableId, int],
+        reports: Collection[LoopReport],
+        awaited: Collection[TableId] = (),
+    ) -> Found:
+        """Take the clocks after which it has joined its tables, as far as it has, and the newest
+        reports of the others.
 
-        Where they step several models in turn, it may only when one of them has come to a place
-        that is not before `clocks`. Until then it ends each step that one of them has sealed.
+        Args:
+            joined: only tables on which workers wait for each other.
+            reports: of the other workers.
+            awaited: tables that it has not joined yet.
         """
-        if self._is_at_start:
-            return True
-        if not reports:
-            return False
-        best = max(reports, key=_knowledge).place
-        if best != self.place and best.clocks:  # else its loop may go on otherwise
-            self.clocks = first_place(best, self.clocks)
-        self.place = best
-        live = [report for report in reports if report.is_alive]
-        if not live or not best.in_turn or self._has_come(live):
-            return True
-        for report in live:
-            for table, clock in report.sealed.items():
-                self.clocks[table] = max(self.clocks.get(table, clock), clock)
-        return False
+        self._joined = joined
+        self.clocks = {t: max(clock, self.clocks.get(t, 0)) for t, clock in joined.items()}
+        living = [report for report in reports if report.is_alive]
+        if not living:
+            self._follow(reports)
+            return Found.DEAD if reports else Found.NOTHING
+        if not any(report.place.in_turn for report in living):
+            return Found.ALONE
+        if self._has_come([report.place for report in living], awaited):
+            return Found.PLACE
+        return Found.FOLLOWS if self._follow(living) else Found.TOO_FAR
 
-    def _has_come(self, live: Iterable[LoopReport]) -> bool:
-        """True if one has come to a place that is not before `clocks`, which are at one then."""
-        places = [report.place for report in live if report.place.in_turn]
+    def _follow(self, reports: Collection[LoopReport]) -> bool:
+        """False if others have sealed more than it follows."""
+        is_near = True
+        for report in reports:
+            for table in report.sealed.keys() & self.clocks.keys():
+                clock = max(self.clocks[table], report.sealed[table])
+                if clock <= self._joined[table] + MOST_FOLLOWED_CLOCKS:
+                    self.clocks[table] = clock
+                else:
+                    is_near = False
+        return is_near
+
+    def _has_come(self, places: Collection[LoopPlace], awaited: Collection[TableId]) -> bool:
+        """True if one is at a place that is not before `clocks`, which are at the nearest then."""
         for place in sorted(places, key=lambda place: sum(place.clocks.values())):
             shared = {t: c for t, c in place.clocks.items() if t in self.clocks}
-            stepped = [t for t in shared if not place.steps or place.steps.get(t)]
-            if not shared or any(shared[t] < self.clocks[t] for t in stepped):
-                continue
-            if not place.steps or first_place(place, self.clocks) != self.clocks:
-                self.clocks |= {t: max(self.clocks[t], clock) for t, clock in shared.items()}
-            return True
+            if (
+                place.in_turn
+                and shared
+                and place.clocks.keys().isdisjoint(awaited)
+                and all(
+                    self.clocks[table] <= clock <= self._joined[table] + MOST_FOLLOWED_CLOCKS
+                    for table, clock in shared.items()
+                )
+            ):
+                self.clocks |= shared
+                self.placed = frozenset(shared)
+                return True
         return False
-
-
-def _knowledge(report: LoopReport) -> tuple[bool, bool, bool, int]:
-    """The order of workers that have told: by what they know of the loop. One that steps a second
-    model knows more than one that has not come to it.
-    """
-    place = report.place
-    return place.in_turn, bool(place.steps), report.is_alive, sum(place.clocks.values())

@@ -1,10 +1,10 @@
-"""A late joiner begins at the place of their loop to which the other workers come next.
+"""A late joiner begins at the clock of the other workers.
 
-It joins all tables of its run there (SEMANTICS S6, `ps_worker.client.joined_place`). Where nobody
-tells of a place, it may join the tables of one model a step apart; then it ends empty steps on
-those that are behind, so that all its tables are equally many steps from their beginning, like the
-other workers'. It pulls only after that, because a pull of one table may wait for workers that wait
-for this one on another.
+The view has the clock after which it has joined each table (SEMANTICS S6). It may join the tables
+of one model a step apart; then it ends empty steps on those that are behind, so that all its tables
+are equally many steps from their beginning, like the other workers'. Where these step several
+models in turn, it follows them to a place of their loop (`ps_worker.client.joined_place`). It pulls
+only after that, because a pull of one table may wait for workers that wait for this one on another.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ps_core.cluster_view import ClusterView
+from ps_core.consistency import Mode
 from ps_core.errors import EditRefused, WaitExpired
 from ps_core.keys import TableId
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_worker.client.client import Client
+from ps_worker.client.joined_place import warn_between_steps
 from ps_worker.spec.late_joiners import (
     ALL_HERE_WITHIN_S,
     LateJoiner,
@@ -42,8 +44,7 @@ def begin_where_the_others_are(
     handles = [part.handle for part in (*tables, *rows)]
     joined = [handle for handle in handles if joins(handle.table.table_id)]
     client.tables.join(joined, at_place=True)
-    if not {handle.table.table_id for handle in joined} <= client.tables.place.clocks.keys():
-        _bring_to_one_step(client, tables, handles)
+    _bring_to_one_step(client, tables, handles)
     for table in tables:
         table.begin_pull()
     for table in tables:
@@ -55,14 +56,15 @@ def _bring_to_one_step(
     tables: Sequence[TrainedTable | BufferTable],
     handles: Sequence[TableHandle],
 ) -> None:
-    """End empty steps on the tables that are behind others."""
+    """End empty steps on the tables that are behind others, and at no place of a loop."""
     # Workers take no step of a table that sleeps: it has nothing to reach.
     asleep = {p.handle for p in tables if isinstance(p, TrainedTable) and p.is_asleep}
     stepped = [handle for handle in handles if handle not in asleep]
     firsts = [handle.table.restored_clock or 0 for handle in stepped]
     counts = passed([handle.clock for handle in stepped], firsts)
     for handle, count in zip(stepped, counts, strict=True):
-        for _ in range(count):
+        is_placed = handle.table.table_id in client.tables.place.tables
+        for _ in range(0 if is_placed else count):
             client.tables.begin_step(handle).seal(skip=True)
 
 
@@ -80,11 +82,18 @@ class ModelJoin:
         self._is_at_start = True  # no worker had taken a step by then
         self._brought: Edited | None = None  # its changes before its first backward pass
 
-    def begin(self, clock: int) -> None:
-        """This worker has joined all tables of a model, and is at this clock of it."""
+    def begin(self, clock: int, handles: Sequence[tuple[TableHandle, bool]]) -> None:
+        """This worker has joined all tables of a model, and is at this clock of it.
+
+        Args:
+            clock: the model's.
+            handles: of its tables, and whether each takes steps.
+        """
         clocks = [(t.handle.clock, t.handle.table.restored_clock or 0) for t in self._tables]
         self._is_at_start = all(clock <= first for clock, first in clocks)
         self._clock, self._joined_s = clock, now_s()
+        if not self._client.tables.place.is_told:
+            _warn_between_steps(self._client, handles)
 
     def is_new(self, clock: int) -> bool:
         """True if it has taken no step with the others until this clock."""
@@ -122,6 +131,27 @@ class ModelJoin:
             f"model is theirs, as of step {self._clock}. Nothing was sent. Load only where "
             "optimizer.clock is 0, or start all workers anew, together"
         )
+
+
+def _warn_between_steps(client: Client, own: Sequence[tuple[TableHandle, bool]]) -> None:
+    """Warn if models, of which one is the `own`, are not equally many steps from their beginnings
+    under BSP: the others may have been between two steps of a loop when this worker joined. One
+    that has not begun is no sign of that.
+    """
+    reached = {}
+    for handles in [*client.checkpoints.save_points.models(), own]:
+        clocks = {
+            handle.name: handle.clock - (handle.table.restored_clock or 0)
+            for handle, is_awake in handles
+            if is_awake and client.tables.newest(handle).consistency.mode is Mode.BSP
+        }
+        if name := max(clocks, key=clocks.__getitem__, default=""):
+            reached[name] = clocks[name]
+    counts = set(reached.values())
+    if max(counts, default=0) > 1:
+        counts.discard(0)
+    if len(counts) > 1:
+        warn_between_steps(", ".join(f"'{name}' {count}" for name, count in reached.items()))
 
 
 def joins_nobody(

@@ -204,7 +204,7 @@ class TrainedModel:
 
     def joined(self) -> None:
         """This worker joins others that train."""
-        self._join.begin(self.clock)
+        self._join.begin(self.clock, self.awake_handles())
 
     # --- between two steps
 

@@ -9,8 +9,8 @@ from ps_runtime.cluster.scheduler_link import SchedulerLink
 from ps_worker.spec.loop_places import LoopPlace, LoopReport, TrainingLoop
 from pushpull.v1 import scheduler_pb2, types_pb2
 
-_MAX_TABLE_COUNT = 2_000
-"""A loop with more tables is not told: a heartbeat has a bound."""
+_MAX_TABLE_COUNT = 256
+"""A loop with more tables is not told: the scheduler answers who joins with all reports."""
 
 
 def loop_to_proto(
@@ -26,7 +26,6 @@ def loop_to_proto(
                 table_id=table_id,
                 clock=max(clock, sealed.get(table_id, 0)),
                 place=place.clocks.get(table_id, 0),
-                step_count=place.steps.get(table_id, 0),
             )
             for table_id, clock in loop.clocks.items()
         ],
@@ -37,11 +36,8 @@ def loop_to_proto(
 
 def loop_from_proto(loop: scheduler_pb2.LoopProgress, *, is_alive: bool) -> LoopReport:
     tables = {TableId(table.table_id): table for table in loop.tables}
-    clocks = {table_id: table.place for table_id, table in tables.items()}
-    steps = {table_id: table.step_count for table_id, table in tables.items()}
-    place = LoopPlace(
-        clocks if loop.has_place else {}, steps if any(steps.values()) else {}, loop.in_turn
-    )
+    places = {table_id: table.place for table_id, table in tables.items()}
+    place = LoopPlace(places if loop.has_place else {}, loop.in_turn)
     sealed = {table_id: table.clock for table_id, table in tables.items()}
     return LoopReport(is_alive, sealed, place)
 

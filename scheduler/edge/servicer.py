@@ -484,7 +484,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 last_heard_ms=round(self._cluster.members.quiet_s(node.node_id, now_s) * 1000),
                 view_number=said.view_number,
             )
-        return _fitted(response)
+        return fitted(response)
 
     @translated
     async def ReportKeptValues(
@@ -748,9 +748,9 @@ def _deadline_s(remaining_s: float | None) -> float:
     return clock.now_s() + min(max(0.0, waits_s), limits.MAX_DEADLINE_S)
 
 
-def _fitted(response: pb.GetClusterStatusResponse) -> pb.GetClusterStatusResponse:
+def fitted(response: pb.GetClusterStatusResponse) -> pb.GetClusterStatusResponse:
     """Cut the response to the message size that any client accepts: inline values always, then, as
-    needed, the tensor layouts and the nodes' clocks.
+    needed, the tensor layouts, the nodes' loops, and their clocks.
     """
     for table in response.view.tables:
         if table.spec.initializer.WhichOneof("kind") == "inline":
@@ -758,6 +758,9 @@ def _fitted(response: pb.GetClusterStatusResponse) -> pb.GetClusterStatusRespons
     if response.ByteSize() > limits.FOREIGN_MAX_MESSAGE_BYTES:
         for table in response.view.tables:
             table.spec.ClearField("tensors")
+    if response.ByteSize() > limits.FOREIGN_MAX_MESSAGE_BYTES:
+        for node in response.nodes:
+            node.progress.ClearField("loop")
     if response.ByteSize() > limits.FOREIGN_MAX_MESSAGE_BYTES:
         for node in response.nodes:
             node.progress.ClearField("tables")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,7 @@ from ps_cli.console import scheduler_query
 from ps_cli.status.document import StatusDocument, status_document
 from ps_runtime.launch.cluster_shape import ClusterShape
 from ps_runtime.launch.launcher import Launcher, start_scheduler
+from ps_worker.client.joined_place import JoinedPlace
 from ps_worker.spec.optimizers import ServerOptimizer
 from tests.integration.lane_cluster import LaneCluster, lane_cluster, until
 from tests.integration.test_successor import Trainer
@@ -178,6 +180,43 @@ def test_a_newcomer_joins_between_the_steps_of_two_models(cluster: LaneCluster, 
             run.result(DEADLINE_S)
     assert begun == [(joined_in + 1) * pace, joined_in + 1]
     assert len({str([values(model) for model, _ in pair]) for pair in every}) == 1
+    _close(clients)
+
+
+@pytest.mark.thorough
+def test_a_newcomer_that_is_interrupted_between_two_steps_leaves_where_it_is(
+    cluster: LaneCluster,
+) -> None:
+    """It has ended steps of the others' loop with nothing by then."""
+    clients, has_left, are_last = _first(cluster), threading.Event(), [False]
+    loop = threading.Barrier(FIRST, lambda: are_last.append(has_left.is_set()), DEADLINE_S)
+
+    def train(pair: Pair) -> None:
+        critic, actor = pair
+        while not are_last[-1]:
+            loop.wait()
+            for _ in range(6):
+                _step(*critic)
+            _step(*actor)
+
+    def interrupt(place: JoinedPlace) -> None:
+        until(lambda: bool(place.clocks), "it follows the others")
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with ThreadPoolExecutor(FIRST + 1) as pool:
+        every = list(pool.map(_pair, clients))
+        training = [pool.submit(train, pair) for pair in every]
+        until(lambda: every[0][1][1].clock >= 2, "they step both")
+        late = ps.connect(cluster.address, request_deadline_s=DEADLINE_S)
+        pool.submit(interrupt, late.tables.place)
+        with pytest.raises(KeyboardInterrupt):
+            _pair(late)
+        ended = late.tables.place.clocks
+        assert {h.table.table_id: h.clock for h in late.tables.handles}.items() <= ended.items()
+        late.close()
+        has_left.set()
+        for run in training:
+            run.result(DEADLINE_S)
     _close(clients)
 
 

@@ -12,25 +12,24 @@ PLACE_MUTANTS = (
         "who joins a loop waits for nobody to come to its place",
         "S6",
         _PLACES,
-        "        if not live or not best.in_turn or self._has_come(live):\n",
-        "        if best:\n",
+        "        if not any(report.place.in_turn for report in living):\n",
+        "        if living:\n",
         _IN_TURN,
     ),
     Mutant(
         "who joins a loop ends no step that others have sealed",
         "S6",
         _PLACES,
-        "                self.clocks[table] = max(self.clocks.get(table, clock), clock)\n",
-        "                pass\n",
+        "                    self.clocks[table] = clock\n",
+        "                    pass\n",
         _IN_TURN,
     ),
     Mutant(
         "a loop begins with each step of the model that is stepped first",
         "S6",
         _PLACES,
-        "        if self._has_others or (not self._in_turn and (is_only or self._count > "
-        "_ALONE_AFTER)):\n",
-        "        if True:\n",
+        "        elif self._has_others:\n",
+        "        else:\n",
         _IN_TURN,
     ),
     Mutant(
@@ -45,8 +44,9 @@ PLACE_MUTANTS = (
         "a place that is behind is taken for one that the others have come to",
         "S6",
         _PLACES,
-        "            if not shared or any(shared[t] < self.clocks[t] for t in stepped):\n",
-        "            if not shared:\n",
+        "                    self.clocks[table] <= clock <= self._joined[table] + "
+        "MOST_FOLLOWED_CLOCKS\n",
+        "                    clock <= self._joined[table] + MOST_FOLLOWED_CLOCKS\n",
         _IN_TURN,
     ),
 )

@@ -28,7 +28,10 @@ from tests.sim.truth import Settings
 pytestmark = pytest.mark.slow
 
 _PACES = (1, 1, 2, 3)
-_WAKES_IN = (0, 0, 0, 2, 5, 10)
+_WAKES_IN = (0, 0, 0, 1, 2, 5)
+_NOT_ALONE = 8
+"""So often the first table is stepped at most before another one: else it is taken for alone."""
+
 _MOSTLY_BSP = 0.6
 
 
@@ -64,8 +67,9 @@ class InTurn(Simulation):
         """The settings, with a loop that is drawn."""
         for table in tables:
             known.paces[table.table_id] = self.loops.choice(_PACES)
+        last = _NOT_ALONE // known.paces[tables[0].table_id] - 1
         for table in tables[1:]:
-            known.wakes_in[table.table_id] = self.loops.choice(_WAKES_IN)
+            known.wakes_in[table.table_id] = min(self.loops.choice(_WAKES_IN), last)
         known.has_save_points = self.loops.random() < 0.3
         return known
 

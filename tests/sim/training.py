@@ -9,7 +9,7 @@ from ps_core.consistency import Mode
 from ps_core.errors import EditRefused, Fenced, InvalidConfig, InvalidTensor, UpdateFailed
 from ps_core.keys import TableId
 from ps_core.tables.table import Table
-from ps_worker.spec.loop_places import LoopPlace, PlaceSearch
+from ps_worker.spec.loop_places import Found, PlaceSearch
 from ps_worker.steps.steps import passed, skipped_clocks
 from ps_worker.window.push_window import BlockPlace, StepEnded, StepTerms
 from tests.sim.actors import EVERY_BLOCK, ReadTerms, SimWorker, Waits
@@ -214,15 +214,10 @@ def begin_where_the_others_are(
     clocks.update(joined)
     worker.loop_number = MANY  # whichever of the tables are stepped
     stepped, firsts = awake_tables(worker), _firsts(worker, truth)
-    place = yield from _find_place(worker, truth, clocks)
-    if place is None:
-        counts = passed(
-            [clocks[t.table_id] for t in stepped], [firsts[t.table_id] for t in stepped]
-        )
-        ends = {t.table_id: clocks[t.table_id] + n for t, n in zip(stepped, counts, strict=True)}
-        _pass_to(worker, truth, clocks, ends)
-    else:
-        worker.loop.begin_at({t.table_id: clocks[t.table_id] for t in stepped}, place)
+    placed = yield from _find_place(worker, truth, clocks)
+    counts = passed([clocks[t.table_id] for t in stepped], [firsts[t.table_id] for t in stepped])
+    behind = {t.table_id: clocks[t.table_id] + n for t, n in zip(stepped, counts, strict=True)}
+    _pass_to(worker, truth, clocks, {t: end for t, end in behind.items() if t not in placed})
     taken = {clocks[t.table_id] - firsts[t.table_id] for t in stepped}
     worker.world.counts["joined tables that were far apart"] += len(taken) > 1
     for table in tables:
@@ -236,25 +231,31 @@ def begin_where_the_others_are(
 
 def _find_place(
     worker: SimWorker, truth: Truth, clocks: dict[TableId, int]
-) -> Generator[Callable[[], bool], None, LoopPlace | None]:
-    """As `ps_worker.client.joined_place`: a place of the others, if any tells; it is at its own."""
-    world = worker.world
-    stepped = [table.table_id for table in awake_tables(worker)]
-    search = PlaceSearch({each: clocks[each] for each in stepped}, _firsts(worker, truth))
-    began_s = world.now_s
-    unheard_s = FOLLOWS_S if worker.layout.settings.paces else UNHEARD_S
-    is_found = search.hear(())
-    while not is_found:
-        is_found = search.hear(worker.reports())
+) -> Generator[Callable[[], bool], None, frozenset[TableId]]:
+    """As `ps_worker.client.joined_place`: the tables on which it is at a place of the others."""
+    world, search = worker.world, PlaceSearch()
+    settings = worker.layout.settings
+    joined = {
+        table.table_id: clocks[table.table_id]
+        for table in awake_tables(worker)
+        if settings.at(table, clocks[table.table_id] + 1).mode is not Mode.ASP
+    }
+    firsts, began_s = _firsts(worker, truth), world.now_s
+    unheard_s = FOLLOWS_S if settings.paces else UNHEARD_S
+    while any(clock > firsts[each] for each, clock in joined.items()):
+        found = search.hear(joined, worker.reports())
         _pass_to(worker, truth, clocks, search.clocks)
-        world.counts["places followed"] += not is_found and search.place is not None
-        if world.now_s >= began_s + (unheard_s if search.place is None else FOLLOWS_S):
+        world.counts["places followed"] += found is Found.FOLLOWS
+        if found is Found.ALONE:
+            worker.loop.begin_alone()
+        limit_s = unheard_s if found is Found.NOTHING else FOLLOWS_S
+        if found not in (Found.NOTHING, Found.FOLLOWS) or world.now_s >= began_s + limit_s:
+            world.counts["places found"] += found is Found.PLACE
             break
         at_s = world.now_s + ASKS_S
         world.after(ASKS_S, worker.go_on)
         yield lambda at_s=at_s: world.now_s >= at_s  # type: ignore[misc]
-    world.counts["places found" if is_found else "places not found"] += 1
-    return search.place
+    return search.placed
 
 
 def _pass_to(
@@ -263,11 +264,12 @@ def _pass_to(
     """It ends steps with nothing up to these clocks, and waits for none of them."""
     for table in awake_tables(worker):
         ranges = list(table.blocks_by_range(worker.layout.range_count))
-        for clock in range(clocks[table.table_id] + 1, ends[table.table_id] + 1):
+        end = ends.get(table.table_id, 0)
+        for clock in range(clocks[table.table_id] + 1, end + 1):
             worker.world.counts["steps that are passed"] += 1
             worker.window.seal(table.table_id, clock, ranges, StepTerms(skip=True))
             truth.sealed[table.table_id, worker.incarnation] = clock
-        clocks[table.table_id] = max(clocks[table.table_id], ends[table.table_id])
+        clocks[table.table_id] = max(clocks[table.table_id], end)
         worker.layout.settings.steps(table, clocks[table.table_id])
 
 

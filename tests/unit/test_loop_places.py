@@ -8,271 +8,246 @@ import pytest
 
 from ps_core.keys import TableId
 from ps_worker.spec.loop_places import (
+    MOST_FOLLOWED_CLOCKS,
+    Found,
     LoopPlace,
     LoopReport,
     PlaceSearch,
     TrainingLoop,
-    first_place,
 )
 from ps_worker.transport.loop_reports import loop_from_proto, loop_to_proto
 
 CRITIC, ACTOR, OTHER = map(TableId, (1, 2, 3))
-FIRSTS = dict.fromkeys((CRITIC, ACTOR, OTHER), 0)
+NOWHERE = LoopPlace({}, in_turn=True)
 
 
 def both(critic: int, actor: int) -> dict[TableId, int]:
     return {CRITIC: critic, ACTOR: actor}
 
 
-def looped(*models: TableId, is_only: bool = False) -> TrainingLoop:
-    """A script that has stepped these models, one after the other, and begins with the first."""
-    loop, clocks = TrainingLoop(), both(0, 0)
-    for model in (*models, models[0]):
-        loop.begin_step(model, dict(clocks), is_only=is_only)
-        clocks[model] += 1
-    return loop
+class Script:
+    """A script that has made two models, or one, and steps them."""
+
+    def __init__(self, *, is_only: bool = False) -> None:
+        self.loop, self.clocks = TrainingLoop(), both(0, 0)
+        self._is_only = is_only
+
+    def step(self, *models: TableId) -> LoopPlace | None:
+        for model in models:
+            self.loop.begin_step(model, dict(self.clocks), is_only=self._is_only)
+            self.clocks[model] += 1
+        return self.loop.place
+
+    def save_point(self) -> None:
+        self.loop.save_point(dict(self.clocks), is_only=self._is_only)
+
+
+def in_turn(critic: int, actor: int) -> LoopPlace:
+    return LoopPlace(both(critic, actor), in_turn=True)
+
+
+def alone(critic: int, actor: int) -> LoopPlace:
+    return LoopPlace(both(critic, actor), in_turn=False)
 
 
 def told(
     place: LoopPlace, sealed: Mapping[TableId, int] | None = None, *, is_alive: bool = True
 ) -> LoopReport:
-    return LoopReport(is_alive, sealed or {}, place)
-
-
-def searched(joined: Mapping[TableId, int]) -> PlaceSearch:
-    return PlaceSearch(joined, FIRSTS)
+    return LoopReport(is_alive, place.clocks if sealed is None else sealed, place)
 
 
 # --- a worker's loop
 
 
 def test_a_loop_of_one_model_begins_before_each_step() -> None:
-    loop = looped(CRITIC, CRITIC, is_only=True)
-    assert loop.place == LoopPlace(both(2, 0), both(1, 0), in_turn=False)
+    assert Script(is_only=True).step(*[CRITIC] * 3) == alone(2, 0)
 
 
 def test_a_loop_of_several_begins_before_the_first_when_another_was_stepped_since() -> None:
-    loop = looped(*(CRITIC, CRITIC, ACTOR) * 2)
-    assert loop.place == LoopPlace(both(4, 2), both(2, 1), in_turn=True)
-    loop.begin_step(CRITIC, both(5, 2), is_only=False)
-    loop.begin_step(ACTOR, both(6, 2), is_only=False)
-    assert loop.place == LoopPlace(both(4, 2), both(2, 1), in_turn=True)
+    script = Script()
+    assert script.step(CRITIC, CRITIC, ACTOR) == NOWHERE
+    assert script.step(CRITIC) == in_turn(2, 1)
+    assert script.step(CRITIC, ACTOR) == in_turn(2, 1)
+    assert script.step(CRITIC) == in_turn(4, 2)
 
 
-def test_how_far_it_goes_shows_when_it_has_been_around_once() -> None:
-    assert looped(CRITIC, ACTOR).place == LoopPlace(both(1, 1), {}, in_turn=True)
-
-
-@pytest.mark.parametrize(("count", "is_alone"), [(1, False), (7, False), (8, True), (30, True)])
+@pytest.mark.parametrize(("count", "is_alone"), [(1, False), (8, False), (9, True), (30, True)])
 def test_one_of_two_models_is_alone_when_it_was_stepped_often(count: int, is_alone: bool) -> None:
     """The script may be about to step the other for the first time."""
-    place = looped(*(CRITIC,) * count).place
-    assert place is not None
-    assert (place.in_turn, bool(place.clocks)) == (not is_alone, is_alone)
+    assert Script().step(*[CRITIC] * count) == (alone(count - 1, 0) if is_alone else NOWHERE)
 
 
 def test_a_model_that_comes_late_ends_the_loop_of_one() -> None:
-    loop = looped(*(CRITIC,) * 20)
-    loop.begin_step(ACTOR, both(21, 0), is_only=False)
-    assert loop.place == LoopPlace({}, {}, in_turn=True)
+    script = Script()
+    script.step(*[CRITIC] * 20)
+    assert script.step(ACTOR) == NOWHERE
+    assert script.step(CRITIC) == in_turn(20, 1)
+
+
+@pytest.mark.parametrize("last", [CRITIC, ACTOR])
+def test_a_script_that_goes_on_with_one_of_its_models_trains_it_alone(last: TableId) -> None:
+    script = Script()
+    script.step(*[CRITIC, ACTOR] * 10)
+    place = script.step(*[last] * 10)
+    assert place is not None
+    assert (place.in_turn, place.clocks[last]) == (False, 19)
+
+
+def test_a_warm_up_of_one_model_before_another_alone_is_forgotten() -> None:
+    script = Script()
+    script.step(*[CRITIC] * 10)
+    assert script.step(*[ACTOR] * 12) == alone(10, 11)
 
 
 def test_save_points_are_the_places_of_a_script_that_has_them() -> None:
-    loop = TrainingLoop()
-    for time in range(3):
-        loop.save_point(both(2 * time, time), is_only=False)
-        loop.begin_step(ACTOR, both(2 * time, time), is_only=False)
-        loop.begin_step(CRITIC, both(2 * time, time + 1), is_only=False)
-        loop.begin_step(CRITIC, both(2 * time + 1, time + 1), is_only=False)
-    assert loop.place == LoopPlace(both(4, 2), both(2, 1), in_turn=True)
-
-
-def test_what_was_taken_for_a_place_is_none_once_a_script_has_save_points() -> None:
-    loop = looped(CRITIC, ACTOR, CRITIC, ACTOR)
-    loop.save_point(both(3, 3), is_only=False)
-    assert loop.place == LoopPlace(both(3, 3), {}, in_turn=True)
+    script = Script()
+    for _ in range(3):
+        script.save_point()
+        script.step(ACTOR, CRITIC, CRITIC)
+    assert script.loop.place == in_turn(4, 2)
 
 
 def test_a_loop_of_one_model_begins_before_each_step_also_where_there_are_save_points() -> None:
     """A script may have one an epoch: who joins does not wait for that."""
-    loop = looped(CRITIC, CRITIC, is_only=True)
-    loop.save_point(both(3, 0))
-    assert loop.place == LoopPlace(both(2, 0), both(1, 0), in_turn=False)
+    script = Script(is_only=True)
+    script.step(CRITIC, CRITIC)
+    script.save_point()
+    assert script.loop.place == alone(1, 0)
 
 
 def test_save_points_of_a_script_that_steps_one_of_its_models_are_no_places_for_long() -> None:
-    loop = TrainingLoop()
-    for clock in range(30):
-        if clock % 20 == 0:
-            loop.save_point(both(clock, 0), is_only=False)
-        loop.begin_step(CRITIC, both(clock, 0), is_only=False)
-    assert loop.place == LoopPlace(both(29, 0), both(1, 0), in_turn=False)
+    script = Script()
+    for _ in range(2):
+        script.save_point()
+        script.step(*[CRITIC] * 20)
+    script.save_point()
+    assert script.loop.place == alone(39, 0)
 
 
 def test_save_points_that_are_far_apart_are_no_places() -> None:
-    loop, clock = TrainingLoop(), 0
+    script = Script()
     for _ in range(2):
-        loop.save_point(both(clock, clock), is_only=False)
-        for _ in range(20):
-            loop.begin_step(CRITIC, both(clock, clock), is_only=False)
-            loop.begin_step(ACTOR, both(clock + 1, clock), is_only=False)
-            clock += 1
-    assert loop.place == LoopPlace(both(39, 39), both(1, 1), in_turn=True)
-
-
-def test_who_has_joined_tells_of_the_loop_before_it_has_been_around() -> None:
-    place = LoopPlace(both(4, 2), both(2, 1), in_turn=True)
-    loop = TrainingLoop()
-    loop.begin_at(both(8, 4), place)
-    for clocks, model in ((both(8, 4), CRITIC), (both(9, 4), CRITIC), (both(10, 4), ACTOR)):
-        loop.begin_step(model, clocks, is_only=False)
-        assert loop.place == LoopPlace(both(8, 4), both(2, 1), in_turn=True)
-    loop.begin_step(CRITIC, both(10, 5), is_only=False)
-    assert loop.place == LoopPlace(both(10, 5), both(2, 1), in_turn=True)
+        script.save_point()
+        script.step(*[CRITIC, ACTOR] * 20)
+    assert script.loop.place == in_turn(39, 39)
 
 
 def test_who_has_joined_a_loop_of_one_model_need_not_show_it_again() -> None:
-    loop = TrainingLoop()
-    loop.begin_at(both(8, 0), LoopPlace(both(4, 0), both(1, 0), in_turn=False))
-    loop.begin_step(CRITIC, both(8, 0), is_only=False)
-    assert loop.place == LoopPlace(both(8, 0), both(1, 0), in_turn=False)
-
-
-# --- the first place that is not before some clocks
-
-
-@pytest.mark.parametrize(
-    ("clocks", "found"),
-    [
-        (both(10, 5), both(10, 5)),
-        (both(11, 5), both(12, 6)),
-        (both(10, 6), both(12, 6)),
-        (both(3, 1), both(4, 2)),  # long ago
-        (both(10, 50), both(100, 50)),
-    ],
-)
-def test_the_first_place(clocks: dict[TableId, int], found: dict[TableId, int]) -> None:
-    assert first_place(LoopPlace(both(10, 5), both(2, 1), in_turn=True), clocks) == found
-
-
-def test_tables_that_were_unfrozen_later_stay_so_far_apart() -> None:
-    place = LoopPlace({CRITIC: 100, OTHER: 5}, {CRITIC: 1, OTHER: 1}, in_turn=False)
-    assert first_place(place, {CRITIC: 101, OTHER: 5}) == {CRITIC: 101, OTHER: 6}
-
-
-def test_tables_of_one_model_are_stepped_together_before_that_was_seen() -> None:
-    place = LoopPlace({CRITIC: 0, OTHER: 0}, {}, in_turn=False)
-    assert first_place(place, {CRITIC: 1, OTHER: 0}) == {CRITIC: 1, OTHER: 1}
-
-
-def test_tables_that_the_loop_does_not_step_stay() -> None:
-    place = LoopPlace(both(10, 4), both(1, 0), in_turn=True)
-    assert first_place(place, both(11, 3) | {OTHER: 7}) == both(11, 4) | {OTHER: 7}
+    script = Script()
+    script.loop.begin_alone()
+    assert script.step(CRITIC) == alone(0, 0)
 
 
 # --- the search
 
 
-def test_before_anybodys_step_it_begins_at_once() -> None:
-    search = searched(both(0, 0))
-    assert search.hear(()) is True
-    assert search.place is None
-
-
 def test_it_asks_again_while_nobody_tells() -> None:
-    search = searched(both(1, 0))
-    assert search.hear(()) is False
-    assert (search.place, search.clocks) == (None, both(1, 0))
+    search = PlaceSearch()
+    assert search.hear(both(1, 0), ()) is Found.NOTHING
+    assert search.clocks == both(1, 0)
 
 
 def test_the_loop_of_one_model_is_as_it_was() -> None:
-    search = searched({CRITIC: 70, OTHER: 3})
-    place = LoopPlace({CRITIC: 60, OTHER: 60}, {CRITIC: 1, OTHER: 1}, in_turn=False)
-    assert search.hear([told(place)]) is True
-    assert search.clocks == {CRITIC: 70, OTHER: 70}
+    search = PlaceSearch()
+    assert search.hear(both(70, 3), [told(alone(60, 60), both(90, 90))]) is Found.ALONE
+    assert search.clocks == both(70, 3)
+
+
+def test_a_dead_worker_that_stepped_two_models_says_nothing_of_those_who_step_one() -> None:
+    gone = told(in_turn(20, 20), is_alive=False)
+    assert PlaceSearch().hear(both(70, 20), [told(alone(69, 20)), gone]) is Found.ALONE
 
 
 def test_a_loop_of_several_is_waited_for_at_its_place() -> None:
-    search = searched(both(6, 5))
-    place = LoopPlace(both(5, 5), both(1, 1), in_turn=True)
-    assert search.hear([told(place, both(6, 5))]) is False
-    assert search.clocks == both(6, 6)
-    assert search.hear([told(place._replace(clocks=both(6, 6)), both(7, 6))]) is True
-    assert search.clocks == both(6, 6)
+    search, place = PlaceSearch(), in_turn(5, 5)
+    assert search.hear(both(6, 5), [told(place, both(6, 5))]) is Found.FOLLOWS
+    assert search.clocks == both(6, 5)
+    assert search.hear(both(6, 5), [told(in_turn(6, 6), both(7, 6))]) is Found.PLACE
+    assert (search.clocks, search.placed) == (both(6, 6), frozenset(both(6, 6)))
 
 
-def test_a_loop_that_was_not_around_is_followed_step_by_step() -> None:
-    search, nowhere = searched(both(2, 0)), LoopPlace({}, {}, in_turn=True)
+def test_others_are_followed_step_by_step_and_never_passed() -> None:
+    search = PlaceSearch()
     steps: Sequence[dict[TableId, int]] = [both(2, 0), both(3, 0), both(3, 1)]
     for sealed in steps:
-        assert search.hear([told(nowhere, sealed)]) is False
+        assert search.hear(both(2, 0), [told(NOWHERE, sealed)]) is Found.FOLLOWS
         assert search.clocks == sealed
-    assert search.hear([told(LoopPlace(both(3, 1), {}, in_turn=True), both(4, 1))]) is True
+    assert search.hear(both(2, 0), [told(in_turn(3, 1), both(4, 1))]) is Found.PLACE
     assert search.clocks == both(3, 1)
 
 
-def test_a_loop_that_goes_on_otherwise_is_followed_to_its_next_place() -> None:
-    search = searched(both(6, 5))
-    place = LoopPlace(both(5, 5), both(1, 1), in_turn=True)
-    assert search.hear([told(place, both(6, 5))]) is False
-    for sealed in (both(8, 5), both(8, 5)):  # it steps the critic three times now
-        assert search.hear([told(place, sealed)]) is False
-        assert search.clocks == both(8, 6)
-    assert search.hear([told(LoopPlace(both(8, 6), both(3, 1), in_turn=True))]) is True
-    assert search.clocks == both(8, 6)
-
-
 def test_a_place_that_it_has_gone_beyond_is_none() -> None:
-    search = searched(both(6, 5))
-    place = LoopPlace(both(5, 5), both(1, 2), in_turn=True)
-    assert search.hear([told(place)]) is False
-    assert search.clocks == both(6, 7)
-    assert search.hear([told(LoopPlace(both(6, 6), {}, in_turn=True))]) is False
-    assert search.hear([told(LoopPlace(both(7, 7), {}, in_turn=True))]) is True
+    search = PlaceSearch()
+    assert search.hear(both(6, 5), [told(in_turn(5, 5), both(6, 7))]) is Found.FOLLOWS
+    assert search.hear(both(6, 5), [told(in_turn(6, 6))]) is Found.FOLLOWS
+    assert search.hear(both(6, 5), [told(in_turn(7, 7))]) is Found.PLACE
     assert search.clocks == both(7, 7)
 
 
 def test_the_nearest_place_counts_where_workers_are_at_several() -> None:
     """SSP: some are further."""
-    search = searched(both(6, 6))
-    ahead = LoopPlace(both(9, 9), both(1, 1), in_turn=True)
-    assert search.hear([told(ahead), told(ahead._replace(clocks=both(4, 4)))]) is True
-    assert search.clocks == both(6, 6)
+    search, places = PlaceSearch(), [in_turn(9, 9), in_turn(4, 4), in_turn(7, 7)]
+    assert search.hear(both(6, 6), [told(place) for place in places]) is Found.PLACE
+    assert search.clocks == both(7, 7)
 
 
 def test_a_worker_that_steps_a_second_model_knows_more() -> None:
-    alone = LoopPlace(both(9, 0), both(1, 0), in_turn=False)
-    search = searched(both(9, 0))
-    assert search.hear([told(alone), told(LoopPlace({}, {}, in_turn=True), both(10, 1))]) is False
+    search = PlaceSearch()
+    reports = [told(alone(9, 0)), told(NOWHERE, both(10, 1))]
+    assert search.hear(both(9, 0), reports) is Found.FOLLOWS
     assert search.clocks == both(10, 1)
 
 
-def test_where_all_are_gone_the_loop_goes_on_as_it_did() -> None:
-    search = searched(both(6, 5))
-    place = LoopPlace(both(5, 5), both(1, 1), in_turn=True)
-    assert search.hear([told(place, both(9, 9), is_alive=False)]) is True
-    assert search.clocks == both(6, 6)
+def test_a_loop_whose_next_place_is_far_is_not_followed_to_it() -> None:
+    """One model is stepped many times for each step of the other."""
+    search, end = PlaceSearch(), 6 + MOST_FOLLOWED_CLOCKS
+    assert search.hear(both(6, 1), [told(in_turn(5, 1), both(end, 1))]) is Found.FOLLOWS
+    assert search.hear(both(6, 1), [told(in_turn(5, 1), both(end + 1, 1))]) is Found.TOO_FAR
+    assert search.hear(both(6, 1), [told(in_turn(end + 1, 1))]) is Found.TOO_FAR
+    assert (search.clocks, search.placed) == (both(end, 1), frozenset())
+
+
+def test_where_all_are_gone_it_begins_where_they_were_last() -> None:
+    search = PlaceSearch()
+    gone = told(in_turn(5, 5), both(6, 7), is_alive=False)
+    assert search.hear(both(6, 5), [gone]) is Found.DEAD
+    assert (search.clocks, search.placed) == (both(6, 7), frozenset())
 
 
 def test_a_table_that_no_loop_steps_holds_nobody_up() -> None:
-    search = searched(both(6, 5) | {OTHER: 4})
-    place = LoopPlace(both(6, 6) | {OTHER: 0}, both(1, 1) | {OTHER: 0}, in_turn=True)
-    assert search.hear([told(place)]) is True
+    search = PlaceSearch()
+    assert search.hear(both(6, 5) | {OTHER: 4}, [told(in_turn(6, 6))]) is Found.PLACE
     assert search.clocks == both(6, 6) | {OTHER: 4}
+    assert search.placed == {CRITIC, ACTOR}
+
+
+def test_tables_that_it_does_not_join_are_not_followed() -> None:
+    """They were made after it came, or their workers wait for nobody."""
+    search = PlaceSearch()
+    assert search.hear({CRITIC: 6}, [told(NOWHERE, both(7, 3))]) is Found.FOLLOWS
+    assert search.clocks == {CRITIC: 7}
+    assert search.hear({CRITIC: 6}, [told(in_turn(7, 3))]) is Found.PLACE
+    assert search.clocks == {CRITIC: 7}
+
+
+def test_a_table_that_it_joins_late_is_awaited_and_one_that_is_removed_is_left_out() -> None:
+    search, at_place = PlaceSearch(), [told(in_turn(7, 4))]
+    assert search.hear({CRITIC: 6, OTHER: 2}, at_place, awaited=[ACTOR]) is Found.FOLLOWS
+    assert search.clocks == {CRITIC: 7, OTHER: 2}
+    assert search.hear(both(6, 4), at_place) is Found.PLACE
+    assert search.clocks == both(7, 4)
+
+
+def test_a_search_that_is_made_again_goes_on_where_the_first_has_ended_steps() -> None:
+    search = PlaceSearch({CRITIC: 8})
+    assert search.hear(both(6, 6), [told(in_turn(7, 7))]) is Found.FOLLOWS
+    assert search.clocks == both(8, 7)
 
 
 # --- on the wire
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        LoopPlace(both(4, 2), both(2, 1), in_turn=True),
-        LoopPlace(both(4, 0), both(1, 0), in_turn=False),
-        LoopPlace(both(1, 1), {}, in_turn=True),
-        LoopPlace({}, {}, in_turn=True),
-    ],
-)
+@pytest.mark.parametrize("place", [in_turn(4, 2), alone(4, 0), NOWHERE])
 def test_a_report_travels(place: LoopPlace) -> None:
     loop = TrainingLoop()
     loop.clocks, loop.place = both(4, 2), place
@@ -283,3 +258,9 @@ def test_a_report_travels(place: LoopPlace) -> None:
 
 def test_who_has_taken_no_step_tells_of_no_loop() -> None:
     assert loop_to_proto(TrainingLoop(), {CRITIC: 5}) is None
+
+
+def test_a_loop_of_many_tables_is_not_told() -> None:
+    loop = TrainingLoop()
+    loop.begin_step("model", dict.fromkeys(map(TableId, range(1, 258)), 0))
+    assert loop_to_proto(loop, {}) is None

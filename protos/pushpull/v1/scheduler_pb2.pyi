@@ -258,16 +258,14 @@ class NodeProgress(_message.Message):
     def __init__(self, tables: _Optional[_Iterable[_Union[TableProgress, _Mapping]]] = ..., pushed_bytes: _Optional[int] = ..., pulled_bytes: _Optional[int] = ..., step_count: _Optional[int] = ..., loss: _Optional[float] = ..., staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ..., planned_step_count: _Optional[int] = ..., lane: _Optional[str] = ..., read_waits: _Optional[_Iterable[_Union[ReadWait, _Mapping]]] = ..., losses: _Optional[_Union[LossTotals, _Mapping]] = ..., loop: _Optional[_Union[LoopProgress, _Mapping]] = ...) -> None: ...
 
 class LoopTable(_message.Message):
-    __slots__ = ("table_id", "clock", "place", "step_count")
+    __slots__ = ("table_id", "clock", "place")
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
-    STEP_COUNT_FIELD_NUMBER: _ClassVar[int]
     table_id: int
     clock: int
     place: int
-    step_count: int
-    def __init__(self, table_id: _Optional[int] = ..., clock: _Optional[int] = ..., place: _Optional[int] = ..., step_count: _Optional[int] = ...) -> None: ...
+    def __init__(self, table_id: _Optional[int] = ..., clock: _Optional[int] = ..., place: _Optional[int] = ...) -> None: ...
 
 class LoopProgress(_message.Message):
     __slots__ = ("tables", "has_place", "in_turn")
