@@ -103,7 +103,8 @@ class JoinedPlace:
             if all(t in joined and joined[t] <= first for t, first in firsts.items()):
                 return  # nobody has taken a step
             reports = await self._asked(min(began_s + _FOLLOWED_LEASES * lease_s, end_s))
-            found = search.hear(joined, reports, firsts.keys() - joined.keys())
+            own = {t: c for t, c in self._clocks().items() if t not in firsts}
+            found = search.hear(joined, reports, firsts.keys() - joined.keys(), own)
             await self._end_up_to(search, end_s)
             leases = _UNHEARD_LEASES if found is Found.NOTHING else _FOLLOWED_LEASES
             is_late = now_s() >= min(began_s + leases * lease_s, end_s)
@@ -113,16 +114,19 @@ class JoinedPlace:
             await asyncio.sleep(interval_s)
 
     def _firsts(self, begun: frozenset[TableId]) -> dict[TableId, int]:
-        """The clocks at which the tables began that it joins, or will, and on which workers wait
-        for each other.
+        """The clocks at which the tables began that it joins, or will; none where workers wait for
+        each other on none.
         """
-        return {
-            table.table_id: table.restored_clock or 0
-            for table in self._engine.view.tables
-            if self._engine.joins(table.table_id)
-            and table.table_id not in begun
-            and table.consistency.mode is not Mode.ASP
-        }
+        joins, tables = self._engine.joins, self._engine.view.tables
+        found = [t for t in tables if joins(t.table_id) and t.table_id not in begun]
+        is_free = all(map(_is_free, found))
+        return {} if is_free else {t.table_id: t.restored_clock or 0 for t in found}
+
+    def _clocks(self) -> dict[TableId, int]:
+        """Its own, of tables on which workers wait for each other."""
+        reached, tables = self._engine.steps.reached, self._engine.view.tables
+        known = {t.table_id: t.restored_clock or 0 for t in tables if not _is_free(t)}
+        return {table_id: reached.get(table_id, clock) for table_id, clock in known.items()}
 
     def _end(self, found: Found, search: PlaceSearch) -> None:
         self.is_told = found in (Found.ALONE, Found.PLACE)
@@ -130,7 +134,7 @@ class JoinedPlace:
             self.tables = search.placed
         elif found is Found.ALONE:
             self._engine.steps.loop.begin_alone()
-        elif found in (Found.FOLLOWS, Found.TOO_FAR):
+        elif found in (Found.FOLLOWS, Found.NO_FURTHER):
             warn_between_steps("the others step several models in turn")
 
     async def _asked(self, end_s: float) -> list[LoopReport]:
@@ -157,6 +161,10 @@ class JoinedPlace:
                 for clock in clocks:
                     self._engine.steps.pass_clock(table, clock)
                 self.clocks[table.table_id] = clocks[-1]
+
+
+def _is_free(table: Table) -> bool:
+    return table.consistency.mode is Mode.ASP
 
 
 def warn_between_steps(steps: str) -> None:

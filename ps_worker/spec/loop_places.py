@@ -132,7 +132,7 @@ class Found(Enum):
     DEAD = "it begins where those who told were last: none of them lives"
     FOLLOWS = "a living worker steps several models: it follows until one is at a place"
     PLACE = "it begins at a place"
-    TOO_FAR = "it begins where it is: it has followed too far"
+    NO_FURTHER = "it begins where it is: it follows them no further"
 
 
 class PlaceSearch:
@@ -156,14 +156,17 @@ class PlaceSearch:
         joined: Mapping[TableId, int],
         reports: Collection[LoopReport],
         awaited: Collection[TableId] = (),
+        own: Mapping[TableId, int] | None = None,
     ) -> Found:
         """Take the clocks after which it has joined its tables, as far as it has, and the newest
         reports of the others.
 
         Args:
-            joined: only tables on which workers wait for each other.
+            joined: none if workers wait for each other on none of the tables.
             reports: of the other workers.
             awaited: tables that it has not joined yet.
+            own: its clocks on others, on which it ends no steps: they were made after it came, or
+                its script has begun to step them. A worker that is further there waits for it.
         """
         self._joined = joined
         self.clocks = {t: max(clock, self.clocks.get(t, 0)) for t, clock in joined.items()}
@@ -175,7 +178,10 @@ class PlaceSearch:
             return Found.ALONE
         if self._has_come([report.place for report in living], awaited):
             return Found.PLACE
-        return Found.FOLLOWS if self._follow(living) else Found.TOO_FAR
+        is_free = all(
+            r.sealed.get(t, 0) <= clock for r in living for t, clock in (own or {}).items()
+        )
+        return Found.FOLLOWS if self._follow(living) and is_free else Found.NO_FURTHER
 
     def _follow(self, reports: Collection[LoopReport]) -> bool:
         """False if others have sealed more than it follows."""

@@ -215,9 +215,11 @@ def begin_where_the_others_are(
     worker.loop_number = MANY  # whichever of the tables are stepped
     stepped, firsts = awake_tables(worker), _firsts(worker, truth)
     placed = yield from _find_place(worker, truth, clocks)
-    counts = passed([clocks[t.table_id] for t in stepped], [firsts[t.table_id] for t in stepped])
-    behind = {t.table_id: clocks[t.table_id] + n for t, n in zip(stepped, counts, strict=True)}
-    _pass_to(worker, truth, clocks, {t: end for t, end in behind.items() if t not in placed})
+    if not worker.layout.settings.paces:  # else each table is a model of its own
+        ids = [table.table_id for table in stepped]
+        counts = passed([clocks[each] for each in ids], [firsts[each] for each in ids])
+        behind = {each: clocks[each] + n for each, n in zip(ids, counts, strict=True)}
+        _pass_to(worker, truth, clocks, {t: end for t, end in behind.items() if t not in placed})
     taken = {clocks[t.table_id] - firsts[t.table_id] for t in stepped}
     worker.world.counts["joined tables that were far apart"] += len(taken) > 1
     for table in tables:
@@ -235,11 +237,9 @@ def _find_place(
     """As `ps_worker.client.joined_place`: the tables on which it is at a place of the others."""
     world, search = worker.world, PlaceSearch()
     settings = worker.layout.settings
-    joined = {
-        table.table_id: clocks[table.table_id]
-        for table in awake_tables(worker)
-        if settings.at(table, clocks[table.table_id] + 1).mode is not Mode.ASP
-    }
+    awake = awake_tables(worker)
+    modes = {settings.at(each, clocks[each.table_id] + 1).mode for each in awake}
+    joined = {} if modes == {Mode.ASP} else {t.table_id: clocks[t.table_id] for t in awake}
     firsts, began_s = _firsts(worker, truth), world.now_s
     unheard_s = FOLLOWS_S if settings.paces else UNHEARD_S
     while any(clock > firsts[each] for each, clock in joined.items()):

@@ -202,8 +202,8 @@ def test_a_loop_whose_next_place_is_far_is_not_followed_to_it() -> None:
     """One model is stepped many times for each step of the other."""
     search, end = PlaceSearch(), 6 + MOST_FOLLOWED_CLOCKS
     assert search.hear(both(6, 1), [told(in_turn(5, 1), both(end, 1))]) is Found.FOLLOWS
-    assert search.hear(both(6, 1), [told(in_turn(5, 1), both(end + 1, 1))]) is Found.TOO_FAR
-    assert search.hear(both(6, 1), [told(in_turn(end + 1, 1))]) is Found.TOO_FAR
+    assert search.hear(both(6, 1), [told(in_turn(5, 1), both(end + 1, 1))]) is Found.NO_FURTHER
+    assert search.hear(both(6, 1), [told(in_turn(end + 1, 1))]) is Found.NO_FURTHER
     assert (search.clocks, search.placed) == (both(end, 1), frozenset())
 
 
@@ -228,6 +228,13 @@ def test_tables_that_it_does_not_join_are_not_followed() -> None:
     assert search.clocks == {CRITIC: 7}
     assert search.hear({CRITIC: 6}, [told(in_turn(7, 3))]) is Found.PLACE
     assert search.clocks == {CRITIC: 7}
+
+
+def test_others_that_wait_for_it_where_it_ends_no_steps_are_not_followed() -> None:
+    """It is a worker of a table that was made after it came from the first step on."""
+    reports = [told(NOWHERE, both(10, 1))]
+    assert PlaceSearch().hear({CRITIC: 9}, reports, own={ACTOR: 0}) is Found.NO_FURTHER
+    assert PlaceSearch().hear({CRITIC: 9}, reports, own={ACTOR: 1}) is Found.FOLLOWS
 
 
 def test_a_table_that_it_joins_late_is_awaited_and_one_that_is_removed_is_left_out() -> None:
