@@ -245,13 +245,12 @@ def test_models_that_go_on_from_other_clocks_are_equally_far_for_a_newcomer(
         assert [model.clock for model in models] == [4, 2]
         client.checkpoint("for the test").wait(DEADLINE_S)
     with lane_cluster(servers=1, workers=1, environment=resumed) as again:
-        clients = []
-        for count in (1, 0):
-            clients.append(ps.connect(again.address, request_deadline_s=DEADLINE_S))
-            models = [trained(clients[-1], "critic", count), trained(clients[-1], "actor", count)]
+        for count in (1, 0):  # the second takes the place of the first, who is gone
+            client = ps.connect(again.address, request_deadline_s=DEADLINE_S)
+            models = [trained(client, "critic", count), trained(client, "actor", count)]
             assert [model.clock for model in models] == [5, 3]
-        assert clients[1].is_late_joiner
-        _close(clients)
+            assert client.is_late_joiner is (count == 0)
+            _close([client])
     assert "joined_between_steps" not in caplog.text
 
 
