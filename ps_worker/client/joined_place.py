@@ -14,7 +14,7 @@ from typing import Final
 
 from ps_core.cluster_view import ClusterView
 from ps_core.consistency import Mode
-from ps_core.errors import WaitExpired
+from ps_core.errors import Fenced, PushpullError, WaitExpired
 from ps_core.keys import TableId
 from ps_core.tables.table import Table
 from ps_runtime.observe import logs
@@ -97,21 +97,26 @@ class JoinedPlace:
                 "all joins",
                 interval_s,
             )
+        leases, has_followed = _UNHEARD_LEASES, False
         while True:
             firsts = self._firsts(begun)
             joined = {t: c for t, c in self.joined(engine.view).items() if t in firsts}
             if all(t in joined and joined[t] <= first for t, first in firsts.items()):
                 return  # nobody has taken a step
-            reports = await self._asked(min(began_s + _FOLLOWED_LEASES * lease_s, end_s))
+            reports = await self._asked(min(began_s + leases * lease_s, end_s))
             own = {t: c for t, c in self._clocks().items() if t not in firsts}
             found = search.hear(joined, reports, firsts.keys() - joined.keys(), own)
-            await self._end_up_to(search, end_s)
-            leases = _UNHEARD_LEASES if found is Found.NOTHING else _FOLLOWED_LEASES
-            is_late = now_s() >= min(began_s + leases * lease_s, end_s)
-            if is_late or found not in (Found.NOTHING, Found.FOLLOWS):
-                self._end(found, search)
+            if found is Found.FOLLOWS:
+                leases, has_followed = _FOLLOWED_LEASES, True
+            until_s = min(began_s + leases * lease_s, end_s)
+            await self._end_up_to(search, until_s)
+            # Whom it follows may be silent for a moment, and a scheduler that was started again.
+            may_go_on = has_followed and found is Found.DEAD
+            left_s = until_s - now_s()
+            if left_s <= 0 or not (may_go_on or found in (Found.NOTHING, Found.FOLLOWS)):
+                self._end(found, search, has_followed=has_followed)
                 return
-            await asyncio.sleep(interval_s)
+            await asyncio.sleep(min(interval_s, left_s))
 
     def _firsts(self, begun: frozenset[TableId]) -> dict[TableId, int]:
         """The clocks at which the tables began that it joins, or will; none where workers wait for
@@ -128,23 +133,26 @@ class JoinedPlace:
         known = {t.table_id: t.restored_clock or 0 for t in tables if not _is_free(t)}
         return {table_id: reached.get(table_id, clock) for table_id, clock in known.items()}
 
-    def _end(self, found: Found, search: PlaceSearch) -> None:
+    def _end(self, found: Found, search: PlaceSearch, *, has_followed: bool) -> None:
         self.is_told = found in (Found.ALONE, Found.PLACE)
         if found is Found.PLACE:
             self.tables = search.placed
         elif found is Found.ALONE:
             self._engine.steps.loop.begin_alone()
-        elif found in (Found.FOLLOWS, Found.NO_FURTHER):
+        elif has_followed or found is Found.NO_FURTHER:
             warn_between_steps("the others step several models in turn")
 
     async def _asked(self, end_s: float) -> list[LoopReport]:
-        """The others' reports; none if the scheduler is away."""
+        """The others' reports; none if the scheduler is away, or does not say."""
         try:
             return await reports_of_others(self._engine.scheduler, end_s)
-        except WaitExpired:
+        except Fenced:
+            raise
+        except PushpullError:
             return []
 
     async def _end_up_to(self, search: PlaceSearch, end_s: float) -> None:
+        """End steps with nothing, on tables whose servers answer until then."""
         joined = self.joined(self._engine.view)
         for table_id, clock in search.clocks.items():
             table = self._engine.view.tables_by_id.get(table_id)
@@ -152,7 +160,10 @@ class JoinedPlace:
             if table is None or clock <= newest:
                 continue
             if table_id not in self.clocks:
-                await self._engine.links.meet(table, end_s)
+                try:
+                    await self._engine.links.meet(table, end_s)
+                except WaitExpired:
+                    continue
             self._pass_clocks(search, table, range(newest + 1, clock + 1))
 
     def _pass_clocks(self, search: PlaceSearch, table: Table, clocks: range) -> None:

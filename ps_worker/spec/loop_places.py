@@ -129,7 +129,7 @@ class Found(Enum):
 
     NOTHING = "nobody has told of a loop"
     ALONE = "it begins where it is: the others step one model, or have taken no step"
-    DEAD = "it begins where those who told were last: none of them lives"
+    DEAD = "it begins where those who stepped several models were last: nobody who told lives"
     FOLLOWS = "a living worker steps several models: it follows until one is at a place"
     PLACE = "it begins at a place"
     NO_FURTHER = "it begins where it is: it follows them no further"
@@ -172,7 +172,7 @@ class PlaceSearch:
         self.clocks = {t: max(clock, self.clocks.get(t, 0)) for t, clock in joined.items()}
         living = [report for report in reports if report.is_alive]
         if not living:
-            self._follow(reports)
+            self._follow([report for report in reports if report.place.in_turn])
             return Found.DEAD if reports else Found.NOTHING
         if not any(report.place.in_turn for report in living):
             return Found.ALONE

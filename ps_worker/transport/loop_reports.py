@@ -10,7 +10,7 @@ from ps_worker.spec.loop_places import LoopPlace, LoopReport, TrainingLoop
 from pushpull.v1 import scheduler_pb2, types_pb2
 
 _MAX_TABLE_COUNT = 256
-"""A loop with more tables is not told: the scheduler answers who joins with all reports."""
+"""Of a loop with more tables none is told: the scheduler answers who joins with all reports."""
 
 
 def loop_to_proto(
@@ -18,8 +18,10 @@ def loop_to_proto(
 ) -> scheduler_pb2.LoopProgress | None:
     """The report of a loop whose worker has sealed these clocks; None before its first step."""
     place = loop.place
-    if place is None or len(loop.clocks) > _MAX_TABLE_COUNT:
+    if place is None:
         return None
+    if len(loop.clocks) > _MAX_TABLE_COUNT:
+        return scheduler_pb2.LoopProgress(in_turn=place.in_turn)
     return scheduler_pb2.LoopProgress(
         tables=[
             scheduler_pb2.LoopTable(

@@ -214,6 +214,13 @@ def test_where_all_are_gone_it_begins_where_they_were_last() -> None:
     assert (search.clocks, search.placed) == (both(6, 7), frozenset())
 
 
+def test_where_all_are_gone_that_stepped_one_model_it_begins_where_it_has_joined() -> None:
+    """The last clocks that they told may never have left them."""
+    search = PlaceSearch()
+    assert search.hear(both(6, 0), [told(alone(8, 0), both(9, 0), is_alive=False)]) is Found.DEAD
+    assert search.clocks == both(6, 0)
+
+
 def test_a_table_that_no_loop_steps_holds_nobody_up() -> None:
     search = PlaceSearch()
     assert search.hear(both(6, 5) | {OTHER: 4}, [told(in_turn(6, 6))]) is Found.PLACE
@@ -267,7 +274,12 @@ def test_who_has_taken_no_step_tells_of_no_loop() -> None:
     assert loop_to_proto(TrainingLoop(), {CRITIC: 5}) is None
 
 
-def test_a_loop_of_many_tables_is_not_told() -> None:
+def test_of_a_loop_of_many_tables_none_is_told() -> None:
+    """Whether it steps models in turn is: with one, nobody waits for more."""
     loop = TrainingLoop()
     loop.begin_step("model", dict.fromkeys(map(TableId, range(1, 258)), 0))
-    assert loop_to_proto(loop, {}) is None
+    message = loop_to_proto(loop, {})
+    assert message is not None
+    report = loop_from_proto(message, is_alive=True)
+    assert report == LoopReport(True, {}, LoopPlace({}, in_turn=False))
+    assert PlaceSearch().hear(both(6, 5), [report]) is Found.ALONE
