@@ -10,7 +10,7 @@ from ps_worker.spec.loop_places import LoopPlace, LoopReport, TrainingLoop
 from pushpull.v1 import scheduler_pb2, types_pb2
 
 _MAX_TABLE_COUNT = 256
-"""Of a loop with more tables none is told: the scheduler answers who joins with all reports."""
+"""A loop with more tables is told without them: who joins is answered with all reports."""
 
 
 def loop_to_proto(

@@ -275,7 +275,7 @@ def test_who_has_taken_no_step_tells_of_no_loop() -> None:
 
 
 def test_of_a_loop_of_many_tables_none_is_told() -> None:
-    """Whether it steps models in turn is: with one, nobody waits for more."""
+    """It tells only that it steps one model, so nobody waits for more."""
     loop = TrainingLoop()
     loop.begin_step("model", dict.fromkeys(map(TableId, range(1, 258)), 0))
     message = loop_to_proto(loop, {})
