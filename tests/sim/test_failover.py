@@ -441,8 +441,10 @@ class FailoverSimulation(ScheduledSimulation):
         assert assignment.primary is not None
         range_id, holders = assignment.range_id, [self.servers[n] for n in assignment.in_sync]
         serving = self.servers[assignment.primary].replication.primaries.get(range_id)
+        needed = min(self.plan.replica_count, len(self.living))
+        waits = self.scheduler._state.checkpoint is not None  # until then no backup is spared
         return (
-            len(holders) == min(self.plan.replica_count, len(self.living))
+            (len(holders) == needed or (waits and len(holders) > needed))
             and not any(holder.is_dead for holder in holders)
             and serving is not None
             and serving.log.is_confirmed
