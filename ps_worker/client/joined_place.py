@@ -20,7 +20,7 @@ from ps_core.tables.table import Table
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_worker.client.connection import ClientConnection
-from ps_worker.spec.loop_places import Found, LoopReport, PlaceSearch
+from ps_worker.spec.loop_places import Found, LoopReports, PlaceSearch
 from ps_worker.steps.steps import TableHandle
 from ps_worker.transport.loop_reports import reports_of_others
 
@@ -142,14 +142,16 @@ class JoinedPlace:
         elif has_followed or found is Found.NO_FURTHER:
             warn_between_steps("the others step several models in turn")
 
-    async def _asked(self, end_s: float) -> list[LoopReport]:
+    async def _asked(self, end_s: float) -> LoopReports:
         """The others' reports; none if the scheduler is away, or does not say."""
+        joins = [join for table in self._engine.view.tables for join in table.joins]
+        late_joiners = {join.incarnation for join in joins}
         try:
-            return await reports_of_others(self._engine.scheduler, end_s)
+            return await reports_of_others(self._engine.scheduler, late_joiners, end_s)
         except Fenced:
             raise
         except PushpullError:
-            return []
+            return LoopReports()
 
     async def _end_up_to(self, search: PlaceSearch, end_s: float) -> None:
         """End steps with nothing, on tables whose servers answer until then."""

@@ -46,6 +46,17 @@ class LoopReport(NamedTuple):
     place: LoopPlace
 
 
+class LoopReports(NamedTuple):
+    """The newest reports of the other workers of a run.
+
+    Attributes:
+        all_have_told: each that lives and began with the first step has told where its loop is.
+    """
+
+    told: Collection[LoopReport] = ()
+    all_have_told: bool = True
+
+
 _NO_PLACE = LoopPlace({}, in_turn=True)
 
 _ALONE_AFTER = 8
@@ -127,7 +138,7 @@ class TrainingLoop:
 class Found(Enum):
     """The outcome of a late joiner's question where it begins."""
 
-    NOTHING = "nobody has told of a loop"
+    NOTHING = "none who lives has told of a loop, and one is to do so"
     ALONE = "it begins where it is: the others step one model, or have taken no step"
     DEAD = "it begins where those who stepped several models were last: nobody who told lives"
     FOLLOWS = "a living worker steps several models: it follows until one is at a place"
@@ -154,26 +165,27 @@ class PlaceSearch:
     def hear(
         self,
         joined: Mapping[TableId, int],
-        reports: Collection[LoopReport],
+        reports: LoopReports,
         awaited: Collection[TableId] = (),
         own: Mapping[TableId, int] | None = None,
     ) -> Found:
-        """Take the clocks after which it has joined its tables, as far as it has, and the newest
-        reports of the others.
+        """Take the clocks after which it has joined its tables, as far as it has, and what the
+        others have told.
 
         Args:
             joined: none if workers wait for each other on none of the tables.
-            reports: of the other workers.
             awaited: tables that it has not joined yet.
             own: its clocks on others, on which it ends no steps: they were made after it came, or
                 its script has begun to step them. A worker that is further there waits for it.
         """
         self._joined = joined
         self.clocks = {t: max(clock, self.clocks.get(t, 0)) for t, clock in joined.items()}
-        living = [report for report in reports if report.is_alive]
+        living = [report for report in reports.told if report.is_alive]
         if not living:
-            self._follow([report for report in reports if report.place.in_turn])
-            return Found.DEAD if reports else Found.NOTHING
+            in_turn = [report for report in reports.told if report.place.in_turn]
+            self._follow(in_turn)
+            are_known = reports.all_have_told or not in_turn
+            return Found.DEAD if reports.told and are_known else Found.NOTHING
         if not any(report.place.in_turn for report in living):
             return Found.ALONE
         if self._has_come([report.place for report in living], awaited):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from ps_core.keys import TableId
+from ps_core.keys import Incarnation, TableId
 from ps_runtime.cluster.scheduler_link import SchedulerLink
-from ps_worker.spec.loop_places import LoopPlace, LoopReport, TrainingLoop
+from ps_worker.spec.loop_places import LoopPlace, LoopReport, LoopReports, TrainingLoop
 from pushpull.v1 import scheduler_pb2, types_pb2
 
 _MAX_TABLE_COUNT = 256
@@ -44,7 +44,9 @@ def loop_from_proto(loop: scheduler_pb2.LoopProgress, *, is_alive: bool) -> Loop
     return LoopReport(is_alive, sealed, place)
 
 
-async def reports_of_others(link: SchedulerLink, end_s: float) -> list[LoopReport]:
+async def reports_of_others(
+    link: SchedulerLink, late_joiners: Collection[Incarnation], end_s: float
+) -> LoopReports:
     """The newest reports of the other workers of the run. Blocking: up to `end_s`.
 
     Raises:
@@ -53,11 +55,14 @@ async def reports_of_others(link: SchedulerLink, end_s: float) -> list[LoopRepor
     request = scheduler_pb2.GetClusterStatusRequest(session=link.identity)
     what = "the scheduler to say where the other workers are"
     status = await link.call("GetClusterStatus", request, what, end_s)
-    return [
-        loop_from_proto(each.progress.loop, is_alive=each.node.state == types_pb2.NODE_STATE_ALIVE)
-        for each in status.nodes
-        if each.node.role == types_pb2.NODE_ROLE_WORKER
-        and each.node.run == link.session.run
-        and each.node.node_id != link.session.node_id
-        and each.progress.HasField("loop")
-    ]
+    told, all_have_told = [], True
+    for each in status.nodes:
+        node, is_alive = each.node, each.node.state == types_pb2.NODE_STATE_ALIVE
+        is_worker = node.role == types_pb2.NODE_ROLE_WORKER and node.run == link.session.run
+        if not is_worker or node.node_id == link.session.node_id:
+            continue
+        if each.progress.HasField("loop"):
+            told.append(loop_from_proto(each.progress.loop, is_alive=is_alive))
+        elif is_alive and node.incarnation not in late_joiners:
+            all_have_told = False
+    return LoopReports(told, all_have_told)

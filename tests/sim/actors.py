@@ -33,7 +33,7 @@ from ps_server.ranges.events import (
 )
 from ps_server.ranges.events import SealTerms as ServerTerms
 from ps_server.ranges.schedule import CutId
-from ps_worker.spec.loop_places import LoopReport, TrainingLoop
+from ps_worker.spec.loop_places import LoopReports, TrainingLoop
 from ps_worker.steps.held_values import HeldValue, HeldValues
 from ps_worker.window.push_window import (
     EntryKey,
@@ -248,7 +248,7 @@ class SimWorker:
         self.loop = TrainingLoop()
         self.loop_number = 0
         """How often all who train had gone through their loop before."""
-        self.reports: Callable[[], list[LoopReport]] = list
+        self.reports: Callable[[], LoopReports] = LoopReports
         """Of the other workers of its run, as the scheduler has them; none if it is away."""
         self.between: Callable[[SimWorker, bool], Waits] = _nothing_between
         """What its script does between two steps; whether one follows."""

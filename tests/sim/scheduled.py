@@ -16,7 +16,7 @@ from ps_core.cluster_view import ClusterView, NodeState, Session
 from ps_core.errors import Fenced, InvalidConfig
 from ps_core.keys import Incarnation, TableId
 from ps_core.tables.table import Table
-from ps_worker.spec.loop_places import LoopReport
+from ps_worker.spec.loop_places import LoopReport, LoopReports
 from scheduler.machine.changes import ChangeRequest
 from scheduler.machine.cluster import Decision
 from scheduler.machine.state import (
@@ -121,19 +121,25 @@ class ScheduledSimulation(Simulation):
         clocks = {each: sealed.get((each, worker.incarnation), 0) for each in stepped}
         return LoopReport(True, clocks, worker.loop.place)
 
-    def _reports_for(self, worker: SimWorker) -> list[LoopReport]:
+    def _reports_for(self, worker: SimWorker) -> LoopReports:
         """As `GetClusterStatus` answers."""
         if not self.is_there:
-            return []
-        nodes = {node.incarnation: node for node in self.scheduler.view.nodes}
-        found = []
+            return LoopReports()
+        view = self.scheduler.view
+        nodes = {node.incarnation: node for node in view.nodes}
+        late_joiners = {join.incarnation for table in view.tables for join in table.joins}
+        told, all_have_told = [], True
         for other in self.workers:
             scheduler, report = self._said.get(other.incarnation, (None, None))
             node = nodes.get(other.incarnation)
-            is_of_run = other.layout.run == worker.layout.run and other is not worker
-            if report is not None and scheduler is self.scheduler and node and is_of_run:
-                found.append(report._replace(is_alive=node.state is NodeState.ALIVE))
-        return found
+            if node is None or other.layout.run != worker.layout.run or other is worker:
+                continue
+            is_alive = node.state is NodeState.ALIVE
+            if report is not None and scheduler is self.scheduler:
+                told.append(report._replace(is_alive=is_alive))
+            elif is_alive and other.incarnation not in late_joiners:
+                all_have_told = False
+        return LoopReports(told, all_have_told)
 
     is_there = True
     """Whether the scheduler is."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from ps_worker.spec.loop_places import (
     Found,
     LoopPlace,
     LoopReport,
+    LoopReports,
     PlaceSearch,
     TrainingLoop,
 )
@@ -54,6 +56,17 @@ def told(
     place: LoopPlace, sealed: Mapping[TableId, int] | None = None, *, is_alive: bool = True
 ) -> LoopReport:
     return LoopReport(is_alive, place.clocks if sealed is None else sealed, place)
+
+
+def hear(
+    search: PlaceSearch,
+    joined: Mapping[TableId, int],
+    told: Collection[LoopReport],
+    *,
+    all_have_told: bool = True,
+    **others: Any,
+) -> Found:
+    return search.hear(joined, LoopReports(told, all_have_told), **others)
 
 
 # --- a worker's loop
@@ -143,26 +156,26 @@ def test_who_has_joined_a_loop_of_one_model_need_not_show_it_again() -> None:
 
 def test_it_asks_again_while_nobody_tells() -> None:
     search = PlaceSearch()
-    assert search.hear(both(1, 0), ()) is Found.NOTHING
+    assert hear(search, both(1, 0), ()) is Found.NOTHING
     assert search.clocks == both(1, 0)
 
 
 def test_the_loop_of_one_model_is_as_it_was() -> None:
     search = PlaceSearch()
-    assert search.hear(both(70, 3), [told(alone(60, 60), both(90, 90))]) is Found.ALONE
+    assert hear(search, both(70, 3), [told(alone(60, 60), both(90, 90))]) is Found.ALONE
     assert search.clocks == both(70, 3)
 
 
 def test_a_dead_worker_that_stepped_two_models_says_nothing_of_those_who_step_one() -> None:
     gone = told(in_turn(20, 20), is_alive=False)
-    assert PlaceSearch().hear(both(70, 20), [told(alone(69, 20)), gone]) is Found.ALONE
+    assert hear(PlaceSearch(), both(70, 20), [told(alone(69, 20)), gone]) is Found.ALONE
 
 
 def test_a_loop_of_several_is_waited_for_at_its_place() -> None:
     search, place = PlaceSearch(), in_turn(5, 5)
-    assert search.hear(both(6, 5), [told(place, both(6, 5))]) is Found.FOLLOWS
+    assert hear(search, both(6, 5), [told(place, both(6, 5))]) is Found.FOLLOWS
     assert search.clocks == both(6, 5)
-    assert search.hear(both(6, 5), [told(in_turn(6, 6), both(7, 6))]) is Found.PLACE
+    assert hear(search, both(6, 5), [told(in_turn(6, 6), both(7, 6))]) is Found.PLACE
     assert (search.clocks, search.placed) == (both(6, 6), frozenset(both(6, 6)))
 
 
@@ -170,60 +183,75 @@ def test_others_are_followed_step_by_step_and_never_passed() -> None:
     search = PlaceSearch()
     steps: Sequence[dict[TableId, int]] = [both(2, 0), both(3, 0), both(3, 1)]
     for sealed in steps:
-        assert search.hear(both(2, 0), [told(NOWHERE, sealed)]) is Found.FOLLOWS
+        assert hear(search, both(2, 0), [told(NOWHERE, sealed)]) is Found.FOLLOWS
         assert search.clocks == sealed
-    assert search.hear(both(2, 0), [told(in_turn(3, 1), both(4, 1))]) is Found.PLACE
+    assert hear(search, both(2, 0), [told(in_turn(3, 1), both(4, 1))]) is Found.PLACE
     assert search.clocks == both(3, 1)
 
 
 def test_a_place_that_it_has_gone_beyond_is_none() -> None:
     search = PlaceSearch()
-    assert search.hear(both(6, 5), [told(in_turn(5, 5), both(6, 7))]) is Found.FOLLOWS
-    assert search.hear(both(6, 5), [told(in_turn(6, 6))]) is Found.FOLLOWS
-    assert search.hear(both(6, 5), [told(in_turn(7, 7))]) is Found.PLACE
+    assert hear(search, both(6, 5), [told(in_turn(5, 5), both(6, 7))]) is Found.FOLLOWS
+    assert hear(search, both(6, 5), [told(in_turn(6, 6))]) is Found.FOLLOWS
+    assert hear(search, both(6, 5), [told(in_turn(7, 7))]) is Found.PLACE
     assert search.clocks == both(7, 7)
 
 
 def test_the_nearest_place_counts_where_workers_are_at_several() -> None:
     """SSP: some are further."""
     search, places = PlaceSearch(), [in_turn(9, 9), in_turn(4, 4), in_turn(7, 7)]
-    assert search.hear(both(6, 6), [told(place) for place in places]) is Found.PLACE
+    assert hear(search, both(6, 6), [told(place) for place in places]) is Found.PLACE
     assert search.clocks == both(7, 7)
 
 
 def test_a_worker_that_steps_a_second_model_knows_more() -> None:
     search = PlaceSearch()
     reports = [told(alone(9, 0)), told(NOWHERE, both(10, 1))]
-    assert search.hear(both(9, 0), reports) is Found.FOLLOWS
+    assert hear(search, both(9, 0), reports) is Found.FOLLOWS
     assert search.clocks == both(10, 1)
 
 
 def test_a_loop_whose_next_place_is_far_is_not_followed_to_it() -> None:
     """One model is stepped many times for each step of the other."""
     search, end = PlaceSearch(), 6 + MOST_FOLLOWED_CLOCKS
-    assert search.hear(both(6, 1), [told(in_turn(5, 1), both(end, 1))]) is Found.FOLLOWS
-    assert search.hear(both(6, 1), [told(in_turn(5, 1), both(end + 1, 1))]) is Found.NO_FURTHER
-    assert search.hear(both(6, 1), [told(in_turn(end + 1, 1))]) is Found.NO_FURTHER
+    assert hear(search, both(6, 1), [told(in_turn(5, 1), both(end, 1))]) is Found.FOLLOWS
+    assert hear(search, both(6, 1), [told(in_turn(5, 1), both(end + 1, 1))]) is Found.NO_FURTHER
+    assert hear(search, both(6, 1), [told(in_turn(end + 1, 1))]) is Found.NO_FURTHER
     assert (search.clocks, search.placed) == (both(end, 1), frozenset())
 
 
 def test_where_all_are_gone_it_begins_where_they_were_last() -> None:
     search = PlaceSearch()
     gone = told(in_turn(5, 5), both(6, 7), is_alive=False)
-    assert search.hear(both(6, 5), [gone]) is Found.DEAD
+    assert hear(search, both(6, 5), [gone]) is Found.DEAD
     assert (search.clocks, search.placed) == (both(6, 7), frozenset())
 
 
 def test_where_all_are_gone_that_stepped_one_model_it_begins_where_it_has_joined() -> None:
     """The last clocks that they told may never have left them."""
     search = PlaceSearch()
-    assert search.hear(both(6, 0), [told(alone(8, 0), both(9, 0), is_alive=False)]) is Found.DEAD
+    assert hear(search, both(6, 0), [told(alone(8, 0), both(9, 0), is_alive=False)]) is Found.DEAD
     assert search.clocks == both(6, 0)
+
+
+def test_the_last_words_of_the_dead_do_not_count_before_a_living_worker_has_told() -> None:
+    """Both begin with the loop, at other clocks, unless one follows the other."""
+    search, gone = PlaceSearch(), told(in_turn(0, 0), both(1, 0), is_alive=False)
+    assert hear(search, both(1, 0), [gone], all_have_told=False) is Found.NOTHING
+    steps = [gone, told(NOWHERE, both(3, 0))]
+    assert hear(search, both(1, 0), steps) is Found.FOLLOWS
+    assert hear(search, both(1, 0), [gone, told(in_turn(3, 1))]) is Found.PLACE
+    assert search.clocks == both(3, 1)
+
+
+def test_where_the_dead_stepped_one_model_it_waits_for_nobody_to_tell() -> None:
+    gone = told(alone(8, 0), is_alive=False)
+    assert hear(PlaceSearch(), both(6, 0), [gone], all_have_told=False) is Found.DEAD
 
 
 def test_a_table_that_no_loop_steps_holds_nobody_up() -> None:
     search = PlaceSearch()
-    assert search.hear(both(6, 5) | {OTHER: 4}, [told(in_turn(6, 6))]) is Found.PLACE
+    assert hear(search, both(6, 5) | {OTHER: 4}, [told(in_turn(6, 6))]) is Found.PLACE
     assert search.clocks == both(6, 6) | {OTHER: 4}
     assert search.placed == {CRITIC, ACTOR}
 
@@ -231,30 +259,30 @@ def test_a_table_that_no_loop_steps_holds_nobody_up() -> None:
 def test_tables_that_it_does_not_join_are_not_followed() -> None:
     """They were made after it came, or their workers wait for nobody."""
     search = PlaceSearch()
-    assert search.hear({CRITIC: 6}, [told(NOWHERE, both(7, 3))]) is Found.FOLLOWS
+    assert hear(search, {CRITIC: 6}, [told(NOWHERE, both(7, 3))]) is Found.FOLLOWS
     assert search.clocks == {CRITIC: 7}
-    assert search.hear({CRITIC: 6}, [told(in_turn(7, 3))]) is Found.PLACE
+    assert hear(search, {CRITIC: 6}, [told(in_turn(7, 3))]) is Found.PLACE
     assert search.clocks == {CRITIC: 7}
 
 
 def test_others_that_wait_for_it_where_it_ends_no_steps_are_not_followed() -> None:
     """It is a worker of a table that was made after it came from the first step on."""
     reports = [told(NOWHERE, both(10, 1))]
-    assert PlaceSearch().hear({CRITIC: 9}, reports, own={ACTOR: 0}) is Found.NO_FURTHER
-    assert PlaceSearch().hear({CRITIC: 9}, reports, own={ACTOR: 1}) is Found.FOLLOWS
+    assert hear(PlaceSearch(), {CRITIC: 9}, reports, own={ACTOR: 0}) is Found.NO_FURTHER
+    assert hear(PlaceSearch(), {CRITIC: 9}, reports, own={ACTOR: 1}) is Found.FOLLOWS
 
 
 def test_a_table_that_it_joins_late_is_awaited_and_one_that_is_removed_is_left_out() -> None:
     search, at_place = PlaceSearch(), [told(in_turn(7, 4))]
-    assert search.hear({CRITIC: 6, OTHER: 2}, at_place, awaited=[ACTOR]) is Found.FOLLOWS
+    assert hear(search, {CRITIC: 6, OTHER: 2}, at_place, awaited=[ACTOR]) is Found.FOLLOWS
     assert search.clocks == {CRITIC: 7, OTHER: 2}
-    assert search.hear(both(6, 4), at_place) is Found.PLACE
+    assert hear(search, both(6, 4), at_place) is Found.PLACE
     assert search.clocks == both(7, 4)
 
 
 def test_a_search_that_is_made_again_goes_on_where_the_first_has_ended_steps() -> None:
     search = PlaceSearch({CRITIC: 8})
-    assert search.hear(both(6, 6), [told(in_turn(7, 7))]) is Found.FOLLOWS
+    assert hear(search, both(6, 6), [told(in_turn(7, 7))]) is Found.FOLLOWS
     assert search.clocks == both(8, 7)
 
 
@@ -282,4 +310,4 @@ def test_of_a_loop_of_many_tables_none_is_told() -> None:
     assert message is not None
     report = loop_from_proto(message, is_alive=True)
     assert report == LoopReport(True, {}, LoopPlace({}, in_turn=False))
-    assert PlaceSearch().hear(both(6, 5), [report]) is Found.ALONE
+    assert hear(PlaceSearch(), both(6, 5), [report]) is Found.ALONE
