@@ -227,7 +227,7 @@ class Emptied(RunSimulation):
         return (
             len(living) > 1
             and not self.lost() & self.scheduler.view.living_servers
-            and not any(server.asks for server in living)
+            and not any(server.asks for server in self.living)  # victims may ask to be alone
             and all(
                 any(self.watch.has(self.servers[n], r.range_id) for n in set(r.in_sync) - gone)
                 for r in self.ranges_to_keep()
