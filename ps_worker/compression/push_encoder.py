@@ -271,6 +271,11 @@ class PushEncoder:
             elements[mask] = 0  # the servers have ignored them
         return elements
 
+    def left_of(self, block: int) -> Floats:
+        """The residual of a block, as it counts; a view."""
+        assert self._residuals is not None  # noqa: S101 - `has_residuals`
+        return self._residuals.of(block)
+
     # --- in checkpoints
 
     @property

@@ -80,6 +80,10 @@ class Residuals:
             self._changes.setdefault(clock, {})[block] = _Change(before - left, self._unit)
         return before, left
 
+    def of(self, block: int) -> Floats:
+        """The residual of a block as it counts, a view. Shapes: (elements of the block,)."""
+        return self._both(block)[0]
+
     def starts(self, block: int) -> tuple[Floats, Floats]:
         """As `pair`, of the block's start. Shapes: (numbers of it,)."""
         which, part = self._newest[block], self._start_part(block)

@@ -27,6 +27,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ps_core.codecs.int8_passes import Floats
 from ps_core.errors import InvalidConfig, WaitExpired
 from ps_core.rows import Ids
 from ps_core.tables.elements import NATIVE_CODEC, Codec, DType, check_length
@@ -588,20 +589,33 @@ class PushResiduals:
 
     Attributes:
         await_ends: waits for steps that are on their way; the owner sets it.
+        are_shown: the worker's parameters may have them; the owner sets it.
     """
 
     def __init__(self, steps: TableSteps, encoder: PushEncoder) -> None:
+        self.are_shown = True
         self.await_ends: Callable[[], None] = lambda: None
         self._steps = steps
         self._encoder = encoder
 
+    def of_block(self, block: int) -> Floats:
+        """The rounding errors of a block, as far as `learn_ends` knows, in the unit of what is
+        pushed. Shapes: (its elements,).
+        """
+        return self._encoder.left_of(block)
+
+    def learn_ends(self) -> None:
+        """Learn what came of the steps that have ended."""
+        self._steps.learn_ends()
+
     def state_dict(self) -> dict[str, Any]:
         self.await_ends()
         self._steps.learn_ends()
-        return self._encoder.state_dict()
+        return {**self._encoder.state_dict(), "are_shown": self.are_shown}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
         self._encoder.load_state_dict(state_dict)
+        self.are_shown = state_dict.get("are_shown", True)
 
     def take_over(self, state_dict: Mapping[str, Any]) -> None:
         """Add what another worker has left, which does not come back."""

@@ -235,6 +235,6 @@ class CommonModel:
             table.finish_refresh()
         with uninterrupted():
             for table in self._tables:
-                table.write_parameters()
+                table.write_common_values()
         for buffers in pulled:
             buffers.finish()

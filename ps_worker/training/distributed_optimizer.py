@@ -606,7 +606,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         or between two steps; training goes on after it. Buffers on the servers come with them.
 
         Under BSP parameters are the same after each step anyway; with `Outer` after each outer
-        step, and this takes one early, or several, until the servers have all inner steps.
+        step, and this takes one early, or several, until the servers have all inner steps. With
+        `Add` and a codec that sends a part of each update, they have as well what this worker has
+        still to send: until its next step, this takes that out.
 
         Args:
             timeout_s: None means the client's request_deadline_s.

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ps_worker as ps
+from tests.integration.resumed_training import Recipe
 from tests.integration.test_checkpoints import (
     BLOCK,
     check_bsp_goes_on,
@@ -34,7 +35,7 @@ def _aggregate() -> Any:
 
 @pytest.mark.parametrize("optimizer", [_sgd, _rmsprop, _aggregate])
 def test_bsp_goes_on_bit_for_bit(tmp_path: Path, optimizer: Any) -> None:
-    check_bsp_goes_on(tmp_path, optimizer, "grpc", {})
+    check_bsp_goes_on(tmp_path, Recipe(optimizer, lane="grpc"))
 
 
 @pytest.mark.parametrize("consistency", ["bsp:backup=1", "asp"])

@@ -25,6 +25,7 @@ class Recipe:
     consistency: str = "bsp"
     lane: str = "auto"
     options: dict[str, Any] = field(default_factory=dict)
+    synchronizes: bool = False  # after every other step
     made: list[Any] = field(default_factory=list)
 
 
@@ -80,6 +81,8 @@ def train(client: ps.Client, recipe: Recipe, until: int, save_at: int = 0) -> nn
         optimizer.step()
         schedule.step()
         position.seen += 8
+        if recipe.synchronizes and optimizer.clock % 2 == 0:
+            optimizer.synchronize()
         client.save_point()
         if optimizer.clock == save_at:
             ticket = client.checkpoint("for the test")

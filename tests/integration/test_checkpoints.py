@@ -55,21 +55,35 @@ def trained_models(root: Path, recipe: Recipe, workers: int = 2) -> list[Any]:
 )
 def test_bsp_goes_on_bit_for_bit_on_other_servers(tmp_path: Path, options: dict[str, Any]) -> None:
     """With a codec, what is to be pushed later is in the workers' own states."""
-    check_bsp_goes_on(tmp_path, amsgrad, "shm", options)
+    check_bsp_goes_on(tmp_path, Recipe(amsgrad, lane="shm", options=options))
 
 
-def check_bsp_goes_on(
-    tmp_path: Path, optimizer: Callable[[], Any], lane: str, options: dict[str, Any]
+@pytest.mark.thorough
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("synchronizes", [False, True])
+def test_parameters_that_show_what_is_left_go_on_bit_for_bit(
+    tmp_path: Path, *, synchronizes: bool
 ) -> None:
-    """One server, then three, then two: as one run that was never stopped."""
-    recipe = Recipe(optimizer, lane=lane, options=options)
+    """`Add`: each worker's own have its updates that have not left, but after `synchronize`."""
+    moved = functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+    options = {"push_codec": "topk:0.1", "pull_codec": "bf16"}
+    recipe = Recipe(lambda: ps.Add(moved), options=options, synchronizes=synchronizes)
+    check_bsp_goes_on(tmp_path, recipe, are_equal=synchronizes)
+
+
+def check_bsp_goes_on(tmp_path: Path, recipe: Recipe, *, are_equal: bool = True) -> None:
+    """One server, then three, then two: as one run that was never stopped.
+
+    Args:
+        are_equal: all workers have one model.
+    """
     expected = trained_models(tmp_path, recipe)
     root = str(tmp_path / "checkpoints")
     for servers, resume, begin, end in ((1, "", 4, 5), (3, root, 8, 9), (2, root, 0, END)):
         recipe.made.clear()
         work = functools.partial(train, recipe=recipe, until=end, save_at=begin)
         with ps.local_cluster(servers, 2, checkpoint_url=root, resume=resume) as cluster:
-            models = together(cluster.address, 2, work, lane)
+            models = together(cluster.address, 2, work, recipe.lane)
         assert [made.url for made in recipe.made] == [made.url for made in recipe.made[:1]] * (
             2 if begin else 0
         ), "both asked for one, and have the same"
@@ -80,8 +94,12 @@ def check_bsp_goes_on(
                 assert saved == [(rank, begin, True) for rank in range(2)]
                 assert not any(table.is_torn for table in reader.manifest.tables)
                 assert len(reader.manifest.parts) == servers
-    for name, tensors in all_state([*expected, *models]):
-        assert all(torch.equal(tensors[0], each) for each in tensors), name
+    for uninterrupted, resumed in zip(expected, models, strict=True):
+        for name, (before, after) in all_state([uninterrupted, resumed]):
+            assert torch.equal(before, after), name
+    if are_equal:
+        for name, tensors in all_state(models):
+            assert all(torch.equal(tensors[0], each) for each in tensors), name
 
 
 @pytest.mark.thorough

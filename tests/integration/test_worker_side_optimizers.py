@@ -136,6 +136,39 @@ def test_without_bsp_every_move_is_applied_whole(
     assert (workers[0].pull(table) == -float(WORKERS * STEPS)).all()
 
 
+@pytest.mark.parametrize("codec", ["topk:0.1", "randomk:0.1"])
+def test_moves_that_have_not_left_are_in_the_workers_own_parameters(
+    workers: list[ps.Client], codec: str
+) -> None:
+    """Each worker moves every parameter by -1 a step, and sends a tenth of that."""
+    name = f"model-{next(_names)}"
+
+    def train(client: ps.Client, _: int) -> list[torch.Tensor]:
+        model = nn.Linear(500, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        add = ps.Add(partial(torch.optim.SGD, lr=1.0))
+        optimizer = ps.DistributedOptimizer(
+            client, model, add, name=name, block_elements=64, push_codec=codec
+        )
+        shown = []
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model.weight.sum().backward()
+            optimizer.step()
+            shown.append(_weights(model))
+            if len(shown) == STEPS - 2:
+                optimizer.synchronize()
+                common.append(_weights(model))
+        optimizer.close()
+        return shown
+
+    common: list[torch.Tensor] = []
+    for step, shown in enumerate(zip(*_together(workers, train), strict=True), start=1):
+        assert torch.stack(shown).mean(dim=0).eq(-step).all(), "no move is lost or counted twice"
+    assert torch.equal(*common), "all have the servers' values after synchronize"
+    assert common[0].eq(0.0).float().mean() > 0.25, "some moves have not left"
+
+
 def test_a_step_with_a_nan_moves_nothing(workers: list[ps.Client]) -> None:
     name = f"model-{next(_names)}"
 

@@ -5,6 +5,7 @@ push. Then, for `Outer`, how the worker merges the values that the servers made 
 
 Rules:
     - The pseudo-gradient of a block is its values as they were pulled last, minus the worker's own.
+      The update of `Add` is the opposite; it begins at the values that were shown last.
     - A step exchanges the blocks of one fragment. All others keep their values, pulled and own.
     - Merging moves the parameters by `elastic` times the pulled values minus those that were
       measured. Steps in between stay, as moves of the next exchange; parameters that have not moved
@@ -81,8 +82,8 @@ class LocalMoves:
         self.fragment = range((number - first_block) % step, count, step)
 
     def measure(self, *, is_shared: bool, may_be_infinite: bool) -> PlacedTensor | None:
-        """Measure how far the parameters have moved: `Add` from the pulled values on, `Outer` back
-        to them. Returns one whose distance is not finite, if it must be.
+        """Measure how far the parameters have moved: `Add` from the shown values on, `Outer` back
+        to the pulled ones. Returns one whose distance is not finite, if it must be.
         """
         if self._moved is None:
             self._moved = FlatBuffer(self._layout, is_shared=is_shared)

@@ -37,6 +37,7 @@ from ps_worker.training.tables.edits import WrittenValues
 from ps_worker.training.tables.inspection import is_finite, non_finite, true_numbers
 from ps_worker.training.tables.landings import LANDINGS
 from ps_worker.training.tables.local_moves import LocalMoves
+from ps_worker.training.tables.shown_values import ShownValues
 from ps_worker.training.tables.staging import (
     FlatBuffer,
     GradientStaging,
@@ -48,7 +49,13 @@ from ps_worker.training.tables.step_scale import StepScale
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client
-    from ps_worker.steps.steps import Pulled, PullTicket, PushTicket, StepResult
+    from ps_worker.steps.steps import (
+        Pulled,
+        PullTicket,
+        PushResiduals,
+        PushTicket,
+        StepResult,
+    )
 
 _REMEDIES = (
     "use mode='sealed' (the default), which sends it again; or change gradients only before their "
@@ -101,12 +108,15 @@ class TrainedTable:
         self._eager: Hyperparameters | None = None
         self._was_skipped = False
         self._received = FlatBuffer(layout, is_pinned=not layout.is_frozen)
-        self._written = WrittenValues(layout, self._received)
+        is_shared_out = options.aggregate_within is not None
+        left = None if is_shared_out or self._is_outer else self._left_of_updates()
+        self._shown = ShownValues(self.handle.table, layout, self._received, left)
+        self._written = WrittenValues(layout, self._shown.buffer)
         self._held = HeldValues()  # of `_received`; what parameters have does not count
         self._awaited = AwaitedValues(
             client, self.handle, layout, self._received, self._held, self._written
         )
-        self.moves = LocalMoves(self.handle.table, layout, self._received, optimizer)
+        self.moves = LocalMoves(self.handle.table, layout, self._shown.buffer, optimizer)
         self._edit: FlatBuffer | None = None
         self._arrivals: list[Arrival] = []
         self._staging: GradientStaging | None = None
@@ -154,6 +164,13 @@ class TrainedTable:
         if self.is_asleep:
             self.is_asleep = False
             self._received.pin()
+            self._shown.buffer.pin()
+
+    def _left_of_updates(self) -> PushResiduals | None:
+        """ADD: what its codec has left of this worker's updates, if it sends a part of each."""
+        push = self.handle.codecs.push
+        sends_part = push is not None and push.codec.is_for_pushes_alone
+        return self.handle.steps.residuals if self._pushes_moves and sends_part else None
 
     # --- at the start
 
@@ -166,6 +183,7 @@ class TrainedTable:
         step = self._client.tables.begin_assign(self.handle)
         step.push_blocks(blocks_in(self.handle.table, self._received.values))
         self.pending.add(step.seal())
+        self._shown.take()
         self._written.wrote_all()
         for block in range(self.handle.table.block_count):  # as if it had pulled them
             self.handle.steps.peer_versions[block] = 0
@@ -375,8 +393,7 @@ class TrainedTable:
         """ADD: push the parameters' distance from the last pull; OUTER: its opposite, which is a
         gradient's direction. Returns as `push_rest`.
         """
-        for arrival in self._arrivals:
-            arrival.synchronize()
+        self._wait_arrivals()
         bad = self.moves.measure(
             is_shared=self._client.connection.may_share_memory,
             may_be_infinite=self.options.allow_non_finite,
@@ -448,6 +465,7 @@ class TrainedTable:
             self.pending.add(ticket)
             self._is_ended = True
             self._was_skipped = skip
+            self._shown.hide_left(is_hidden=False)
         if is_awaited:
             self._prepare_pull()
             self.pending.add(self._awaited.begin())
@@ -473,10 +491,14 @@ class TrainedTable:
         self.pending.add(self._pull)
 
     def _prepare_pull(self) -> None:
-        for arrival in self._arrivals:  # of copies that read the last pull's values
-            arrival.synchronize()
+        self._wait_arrivals()
         self._arrivals.clear()
         self._written.begin()
+
+    def _wait_arrivals(self) -> None:
+        """Wait until no copy to a device reads the last pull's values."""
+        for arrival in self._arrivals:
+            arrival.synchronize()
 
     @property
     def pulled_bytes(self) -> torch.Tensor:
@@ -550,12 +572,21 @@ class TrainedTable:
             self._written.left()
             return but
         but = {*but, *self._written.changed_since_left()}
-        pairs = zip(self.layout.placed, self._received.views, strict=True)
+        self._wait_arrivals()
+        self._shown.take()
+        pairs = zip(self.layout.placed, self._shown.buffer.views, strict=True)
         moves = [(entry.tensor, view) for i, (entry, view) in enumerate(pairs) if i not in but]
         with torch.no_grad():
             self._arrivals = from_host(moves)
         self._written.wrote_all(but)
         return but
+
+    def write_common_values(self) -> None:
+        """As `write_parameters`, of the values that all workers have: of none of them has what is
+        still to be sent.
+        """
+        self._shown.hide_left(is_hidden=True)
+        self.write_parameters()
 
     def take_result(self, result: StepResult | None, *, is_again: bool = False) -> bool:
         """OUTER: write the pulled values into the parameters, and keep how far inner steps moved
