@@ -199,9 +199,11 @@ class OuterSteps:
 
     Attributes:
         inner: the inner steps since the last outer step.
+        chosen_at: the clock that the blocks were chosen for last.
     """
 
     def __init__(self, outer: Outer | None, tables: Sequence[TrainedTable]) -> None:
+        self.chosen_at = 0
         self._outer = outer
         self._tables = tables
         self.inner = InnerSteps(1 if outer is None else outer.steps_per_clock)
@@ -211,7 +213,7 @@ class OuterSteps:
     def choose(self, clock: int, *, is_whole: bool = False) -> None:
         """Choose the blocks of the outer step after `clock`; all, if it `is_whole`."""
         is_merged = self._outer is not None and self._outer.merges and not is_whole
-        first = 0
+        self.chosen_at, first = clock, 0
         for table in self._tables:
             table.moves.fragment = None
             if is_merged:

@@ -336,6 +336,7 @@ class InnerStepsState:
         self._module = module
         self._later: dict[str, Any] = {}  # of tables that are not there yet
         self._unmerged: dict[str, torch.Tensor | None] = {}
+        self._chosen_at = 0  # the clock that their fragment was chosen for
 
     def state_dict(self) -> dict[str, Any]:
         """The number of inner steps, the values of each table, and the buffers; or nothing."""
@@ -348,6 +349,7 @@ class InnerStepsState:
             "has_kept": steps.has_kept,
             "tables": {t.name: t.local_values() for t in model.tables if not t.is_asleep},
             "unmerged": {t.name: t.moves.unmerged for t in model.tables},
+            "chosen_at": model.outer_steps.chosen_at,
             "buffers": {name: buffer.detach() for name, buffer in self._buffers()},
         }
 
@@ -359,6 +361,8 @@ class InnerStepsState:
         steps.taken, steps.has_kept = state["taken"], state["has_kept"]
         self._later = dict(state["tables"])
         self._unmerged = dict(state.get("unmerged", {}))
+        # Under ASP the tables may begin at another clock than that of this worker's state.
+        self._chosen_at = state.get("chosen_at", self._model.clock - 1)
         self.take(self._model.tables)
         for name, buffer in self._buffers():
             if name in state["buffers"]:
@@ -371,7 +375,7 @@ class InnerStepsState:
             if table.name in self._later:
                 table.load_local(*self._later.pop(table.name))
             if (measured := self._unmerged.pop(table.name, None)) is not None:
-                self._model.outer_steps.choose(self._model.clock - 1)
+                self._model.outer_steps.choose(self._chosen_at)
                 table.moves.load_unmerged(measured)
 
     def _buffers(self) -> Iterable[tuple[str, torch.Tensor]]:

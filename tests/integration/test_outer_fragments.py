@@ -4,6 +4,7 @@ while inner steps are taken, and parameters that go only part of the way to the 
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 import ps_worker as ps
+from ps_worker.training.optimizer_state import InnerStepsState
 from tests.integration import resumed_training
 from tests.integration.outer_training import (
     ADAMW,
@@ -340,6 +342,40 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, outer: ps.Outer) -> N
     for own, expected in zip(found, twin(outer, on_way + 9), strict=True):
         for step, (values, theirs) in enumerate(zip(own, expected, strict=True)):
             assert not differences(values, theirs), f"{step=}"
+
+
+def test_a_state_of_another_clock_merges_the_fragment_that_it_has(
+    workers: list[ps.Client],
+) -> None:
+    """A checkpoint under ASP is of one clock for all workers, and their states are of others."""
+    outer = ps.Outer(SGD, 4, lr=1.0, momentum=0.0, nesterov=False, fragments=2, overlap=1)
+    name = new_name()
+    models = [nn.Linear(128, 1, bias=False) for _ in workers]
+    for model in models:
+        nn.init.zeros_(model.weight)
+    optimizers = together(
+        workers,
+        lambda client: ps.DistributedOptimizer(
+            client, models[client.rank], outer, name=name, consistency="asp", block_elements=64
+        ),
+    )
+
+    def step(rank: int) -> None:
+        optimizers[rank].zero_grad()
+        models[rank].weight.sum().backward()
+        optimizers[rank].step()
+
+    for rank in (1, 1, 0, 0):  # block 0 of each
+        step(rank)
+    state = InnerStepsState(optimizers[0].trained_model, None)
+    saved = copy.deepcopy(state.state_dict())
+    for _ in range(2):
+        step(0)
+    state.load_state_dict(saved)
+    assert optimizers[0].clock == 2
+    step(0)
+    assert models[0].weight[0, :64].eq(-5.0).all()  # three of its own, two of the other
+    assert models[0].weight[0, 64:].eq(-3.0).all()
 
 
 # --- gradients that are not finite, and bad input
