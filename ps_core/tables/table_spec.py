@@ -212,6 +212,12 @@ class TableSpec:
             f"table '{self.name}': inner_steps is {self.optimizer.inner_steps}, so pushes are no "
             "gradients; expected no compensation",
         )
+        fragment_count, setting = self.optimizer.fragment_count, self.consistency
+        check_config(
+            fragment_count <= 1 or not setting.backup_workers,
+            f"table '{self.name}': fragment_count is {fragment_count} with {setting}; expected no "
+            "backup workers: one that was left out never learns how far the others are",
+        )
         try:
             self.consistency.validated()
         except InvalidConfig as error:

@@ -405,6 +405,14 @@ def test_a_push_of_inner_steps_is_not_compensated() -> None:
     refuses(compensated, "table 't': inner_steps is 2, so pushes are no gradients; expected no")
 
 
+def test_fragments_have_no_backup_workers() -> None:
+    """Whoever was left out would learn by pulls of the whole table how far the others are."""
+    late = parsed("bsp:backup=1")
+    spec_of(optimizer=replace(SGD, inner_steps=2), consistency=late).validated()
+    parts = spec_of(optimizer=replace(SGD, inner_steps=2, fragment_count=2), consistency=late)
+    refuses(parts, "table 't': fragment_count is 2 with bsp:backup=1; expected no backup workers")
+
+
 def test_a_table_says_which_of_its_settings_is_wrong() -> None:
     wrong = Consistency(Mode.ASP, policy=StalePolicy.DAMP)
     refuses(spec_of(consistency=wrong), "table 't': alpha is 0.0; expected above 0")
