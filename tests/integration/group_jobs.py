@@ -96,6 +96,20 @@ def train(client: ps.Client, steps: int, *, is_direct: bool = True, **options: A
     return Trained(history, trainer.moved_bytes)
 
 
+def share_out(client: ps.Client, name: str, groups: Sequence[str]) -> dict[int, int]:
+    """The sizes of adaptive batches, where the last worker computes longer in each step."""
+    trainer = Trainer(client, name, groups)
+    batches = client.adaptive_batches(96, 8, bounds=(2, 12), every=2, name=name)
+    matrix = torch.randn(256, 256)
+    for _ in batches.over(batches):
+        for _ in range(40 if client.rank == client.world_size - 1 else 0):
+            matrix @ matrix
+        trainer.optimizer.zero_grad()
+        (batches.weight * trainer.loss(0)).backward()
+        trainer.optimizer.step()
+    return batches.sizes
+
+
 def _is_seen(client: ps.Client, handle: ps.TableHandle, mode: Mode) -> bool:
     return client.consistency_of(handle).mode is mode
 

@@ -120,6 +120,14 @@ def test_groups_train_as_one_process(workers: Workers, groups: Sequence[str]) ->
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("groups", [PAIRS, ONE], ids="".join)
+def test_batches_follow_the_speed_of_members(workers: Workers, groups: Sequence[str]) -> None:
+    """A member that waits for another of its group does not compute."""
+    name = f"shares {''.join(groups)}"
+    for sizes in workers.run(jobs.share_out, name=name, groups=groups):
+        assert sizes[WORKERS - 1] < 5, sizes
+
+
 @pytest.mark.thorough
 def test_large_gradients_are_all_reduced_alike_in_each_run(workers: Workers) -> None:
     options: dict[str, Any] = {"groups": UNEQUAL, "steps": STEPS, "is_direct": False}

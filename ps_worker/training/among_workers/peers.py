@@ -88,6 +88,13 @@ class Peers:
             WaitExpired: a worker has not come to it.
             PushpullError: this worker's session has ended.
         """
+        began_s = now_s()
+        try:
+            self._wait(work, is_cpu=is_cpu, giver=giver)
+        finally:
+            self._connection.waited_s += now_s() - began_s
+
+    def _wait(self, work: Any, *, is_cpu: bool, giver: int | None) -> None:
         end_s, lost_by_s = now_s() + self._deadline_s, 0.0
         while not self._has_ended(work, is_cpu=is_cpu):
             self._connection.engine.check_alive()
