@@ -115,6 +115,15 @@ class ClientConnection:
             role = self.engine.session.role.value
             raise NotPermitted(f"a {role} may not {verb}; connect with role='worker'")
 
+    def check_may_open(self) -> None:
+        """Refuse to open a table for an operator, with which no server has a session."""
+        self.check_usable()
+        if self.engine.session.role is Role.OPERATOR:
+            raise NotPermitted(
+                "an operator touches no values, so it opens no table; connect with role='reader', "
+                "or give set_consistency the table's name"
+            )
+
     def check_thread(self) -> None:
         if self.loop.is_current:
             raise InvalidConfig("the client's own thread would wait for itself")

@@ -267,6 +267,7 @@ class ClientTables:
 
         Raises:
             TableNotFound: no client created it in time; the message names the existing tables.
+            NotPermitted: this is an operator.
         """
         chosen = {"push_codec": push_codec, "pull_codec": pull_codec}
         deadline_s = self._opens_within_s(timeout_s)
@@ -349,7 +350,7 @@ class ClientTables:
         return tables
 
     def _opens_within_s(self, timeout_s: float | None) -> float:
-        self._connection.check_usable()
+        self._connection.check_may_open()
         return self._connection.config.connect_deadline_s if timeout_s is None else timeout_s
 
     def _adopt(self, table: Table, codecs: TableCodecs = OWN_CODECS) -> TableHandle:

@@ -101,6 +101,14 @@ def test_another_clusters_id_is_refused(team: Team) -> None:
         ps.connect(team.address, role="reader", cluster_id="another")
 
 
+def test_an_operator_opens_no_table(team: Team) -> None:
+    ours, _ = team.table(4)
+    with ps.connect(team.address, role="operator") as operator:
+        with pytest.raises(ps.NotPermitted, match="an operator touches no values"):
+            operator.table(ours.name, timeout_s=SHORT_S)
+        operator.set_consistency(ours.name, "asp")
+
+
 def test_an_option_that_connect_lacks_is_refused(team: Team) -> None:
     with pytest.raises(ps.InvalidConfig, match="no option colour"):
         ps.connect(team.address, colour=1)  # type: ignore[call-arg]
