@@ -256,7 +256,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if checked.overlap_pull:
             self._model.awaited = AwaitedParameters(self._module)
             client.awaiting.add(self._model.awaited)
-        client.checkpoints.save_points.add_model(self._model.awake_handles)
         self._own_state = OptimizerState(self, self._model.aggregates, self._tables)
         client.attach_state(f"optimizer/{checked.name}", self._own_state)
         shared = None if checked.buffers is None else self._module
@@ -264,6 +263,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._model.outer is not None:
             name = f"inner_steps/{checked.name}"
             client.attach_state(name, self._inner_steps_state, per_rank=True)
+        # With the inner steps of a checkpoint, from which steps to the next save point count.
+        client.checkpoints.save_points.add_model(self._model.awake_handles)
         if self._model.aggregates and self._model.inner is not None:
             self._model.own = WorkersModel(client.rank, self._tables, self._model.inner)
 

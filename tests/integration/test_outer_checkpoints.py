@@ -168,6 +168,39 @@ def test_one_that_comes_within_a_step_has_the_state_after_it(tmp_path: Path) -> 
 
 
 @pytest.mark.thorough
+def test_after_a_resume_between_two_outer_steps_a_cut_is_no_outer_step_further(
+    tmp_path: Path,
+) -> None:
+    """The worker is within its first step, and its next save point is at the same clock."""
+    root = str(tmp_path)
+
+    def train(client: ps.Client, address: str) -> int | None:
+        trainer = Trainer(client, "model", adamw(4))
+        if not client.restored_from:
+            for _ in range(2):
+                trainer.step()
+            client.checkpoint().wait(WAIT_S)
+            return None
+        trainer.optimizer.zero_grad()
+        with ps.connect(address, role="operator") as operator:
+            operator.checkpoint()
+            client.tables.await_view(
+                lambda view: view.checkpoint is not None and view.checkpoint.is_cut,
+                "the cut", WAIT_S,
+            )  # fmt: skip
+        (table,) = (t for t in client.engine.view.tables if t.spec.name == "model/0/float32")
+        trainer.model.loss(client.rank, 2).backward()
+        trainer.optimizer.step()
+        return table.cut_step
+
+    for resume in ("", root):
+        with ps.local_cluster(1, 1, checkpoint_url=root, resume=resume) as cluster:
+            work = partial(train, address=cluster.address)
+            (cut,) = resumed_training.together(cluster.address, 1, work)
+    assert cut == 0
+
+
+@pytest.mark.thorough
 def test_a_pseudo_gradient_counts_from_what_its_worker_pulled(tmp_path: Path) -> None:
     """ASP: the checkpoint has what another worker pushed meanwhile. Each inner step moves every
     parameter by -1: two of this worker, and two of the other.
