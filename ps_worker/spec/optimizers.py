@@ -333,7 +333,7 @@ class Add(ServerOptimizer):
     With `DistributedOptimizer` each worker runs its own torch optimizer on its own gradient, and
     pushes the change of the parameters. The worker keeps the optimizer's state. With a push codec
     that sends a part of each update ("sign", "topk", "randomk", "lowrank"), the worker's own
-    parameters have what it has still to send (Xie et al., CSER, 2020); not in groups.
+    parameters have what it has still to send (Xie et al., CSER, 2020).
 
     Args:
         factory: as `Aggregate`'s.

@@ -108,9 +108,9 @@ class TrainedTable:
         self._eager: Hyperparameters | None = None
         self._was_skipped = False
         self._received = FlatBuffer(layout, is_pinned=not layout.is_frozen)
-        is_shared_out = options.aggregate_within is not None
-        left = None if is_shared_out or self._is_outer else self._left_of_updates()
-        self._shown = ShownValues(self.handle.table, layout, self._received, left)
+        self._shown = ShownValues(
+            self.handle.table, layout, self._received, self._left_of_updates()
+        )
         self._written = WrittenValues(layout, self._shown.buffer)
         self._held = HeldValues()  # of `_received`; what parameters have does not count
         self._awaited = AwaitedValues(
@@ -170,7 +170,8 @@ class TrainedTable:
         """ADD: what its codec has left of this worker's updates, if it sends a part of each."""
         push = self.handle.codecs.push
         sends_part = push is not None and push.codec.is_for_pushes_alone
-        return self.handle.steps.residuals if self._pushes_moves and sends_part else None
+        is_add = self._pushes_moves and not self._is_outer
+        return self.handle.steps.residuals if is_add and sends_part else None
 
     # --- at the start
 

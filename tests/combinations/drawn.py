@@ -1,0 +1,149 @@
+"""The features of one training, drawn by a seed."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import ps_worker as ps
+from ps_worker.spec.optimizers import ServerOptimizer
+
+STEPS = 12
+
+_ADAM = functools.partial(torch.optim.Adam, lr=1e-2)
+_MOMENTUM = functools.partial(torch.optim.SGD, lr=2e-2, momentum=0.9)
+
+_OPTIMIZERS: tuple[ServerOptimizer, ...] = (
+    ps.SGD(lr=2e-2, momentum=0.9),
+    ps.Adam(lr=1e-2),
+    ps.AdamW(lr=1e-2, amsgrad=True),
+    ps.Adagrad(lr=2e-2),
+    ps.RMSprop(lr=1e-2, momentum=0.5, centered=True),
+    ps.Aggregate(_ADAM),
+    ps.Aggregate(_MOMENTUM),
+    ps.Add(_ADAM),
+    ps.Add(_MOMENTUM),
+    ps.Outer(_ADAM, inner_steps=3, momentum=0.5),
+    ps.Outer(_MOMENTUM, inner_steps=2),
+    ps.Outer(_ADAM, inner_steps=4, momentum=0.5, fragments=2),
+    ps.Outer(_ADAM, inner_steps=4, momentum=0.5, fragments=2, overlap=1),
+    ps.Outer(_ADAM, inner_steps=3, lr=0.9, momentum=0.0, nesterov=False, elastic=0.45),
+)
+
+_PUSH_CODECS = (
+    "none",
+    "bf16",
+    "int8",
+    "sign",
+    "topk:0.1",
+    "topk:0.1:6",
+    "randomk:0.2",
+    "lowrank:2",
+)
+_PULL_CODECS = ("none", "none", "bf16", "int8")
+_ALONE = ("bsp", "ssp:2", "asp", "asp:damp=0.5")
+"""Settings of a worker that trains alone: of several, only a run under BSP can be repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a run: a cluster, which begins where the one before was saved.
+
+    Attributes:
+        saves_after: this worker's step after which a checkpoint is begun; 0: none.
+        ends_after: the step at which it is stopped.
+        loses: a server is killed when this step begins; 0: none.
+    """
+
+    servers: int
+    replicas: int
+    saves_after: int
+    ends_after: int
+    loses: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A training.
+
+    Attributes:
+        options: of the optimizer.
+        frozen: the steps in which a layer is frozen.
+        edits: steps before which all scripts change a parameter.
+        synchronizes: steps after which all take the common model.
+        not_finite: steps in which a loss scale finds an infinity at every worker; None: no scale.
+        has_rows: the model has an Embedding.
+        trains_two: a second model takes a step after each of the first.
+    """
+
+    seed: int
+    workers: int
+    optimizer: ServerOptimizer
+    options: dict[str, Any]
+    frozen: range
+    edits: frozenset[int]
+    synchronizes: frozenset[int]
+    not_finite: frozenset[int] | None
+    has_rows: bool
+    trains_two: bool
+    parts: tuple[Part, ...]
+
+    def __str__(self) -> str:
+        names = (name for name in self.__slots__ if getattr(self, name) not in (False, range(0)))
+        return "\n".join(f"    {name}: {getattr(self, name)}" for name in names)
+
+
+def drawn(seed: int) -> Drawn:
+    """The training of a seed."""
+    draw = random.Random(seed)
+
+    def some(share: float, count: int = 2) -> frozenset[int]:
+        steps = draw.sample(range(2, STEPS), count)
+        return frozenset(steps if draw.random() < share else ())
+
+    workers = draw.choice((1, 2, 2, 3))
+    options: dict[str, Any] = {
+        "block_elements": 64,
+        "push_codec": draw.choice(_PUSH_CODECS) if draw.random() < 0.7 else "none",
+        "pull_codec": draw.choice(_PULL_CODECS),
+        "consistency": draw.choice(_ALONE) if workers == 1 else "bsp",
+        "reduction": draw.choice(("mean", "mean", "sum")),
+        "kernels": draw.choice(("fast", "exact")),
+        "buffers": draw.choice(("rank0", "rank0", "mean", None)),
+        "accumulate": draw.choice((1, 1, 2)),
+        "clip_norm": draw.choice((None, None, 0.5)),
+        "mode": draw.choice(("sealed", "sealed", "sealed", "eager")),
+        "overlap_pull": draw.random() < 0.2,
+    }
+    begin = draw.randrange(1, STEPS - 2)
+    return Drawn(
+        seed,
+        workers,
+        draw.choice(_OPTIMIZERS),
+        options,
+        frozen=range(begin, begin + draw.randrange(1, 5)) if draw.random() < 0.3 else range(0),
+        edits=some(0.3),
+        synchronizes=some(0.3),
+        not_finite=some(0.5) if draw.random() < 0.3 else None,
+        has_rows=draw.random() < 0.25,
+        trains_two=draw.random() < 0.2,
+        parts=_parts(draw),
+    )
+
+
+def _parts(draw: random.Random) -> tuple[Part, ...]:
+    saves = sorted(draw.sample(range(1, STEPS - 1), draw.choice((0, 1, 2))))
+    parts, begins = [], 1
+    for saved in [*saves, 0]:
+        ends = min(saved + draw.randrange(3), STEPS) if saved else STEPS
+        replicas = draw.choice((1, 2))
+        is_hit = replicas == 2 and (draw.random() < 0.5 or not saves)
+        loses = draw.randrange(begins, ends + 1) if is_hit else 0
+        servers = draw.randrange(replicas, 4) + (1 if is_hit else 0)
+        parts.append(Part(servers, replicas, saved, ends, loses))
+        begins = saved + 1
+    return tuple(parts)

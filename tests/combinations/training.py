@@ -1,0 +1,260 @@
+"""Runs a drawn training, whole or in parts, and compares the two."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import signal
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import ps_worker as ps
+from ps_core.errors import InvalidConfig
+from ps_runtime.launch.cluster_shape import CheckpointPlan, ClusterShape
+from ps_worker.client.local_cluster import LocalCluster
+from tests.combinations.drawn import STEPS, Drawn, Part
+from tests.integration.replicated_cluster import Views
+from tests.integration.resumed_training import together
+
+LEASE_S = 3.0
+DEADLINE_S = 90.0
+WIDTH, CLASSES, ROWS = 10, 4, 50
+
+History = dict[int, dict[str, str]]
+"""By step: digests of the values that a worker has after it."""
+
+
+class Refused(Exception):
+    """The features do not go together, and a page or an error says so."""
+
+
+class _Seen:
+    """The steps that a worker has taken, in its checkpoints."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+class _Net(nn.Module):
+    def __init__(self, rows: ps.Embedding | None) -> None:
+        super().__init__()
+        self.rows = rows
+        self.hidden = nn.Linear(WIDTH, 24)
+        self.norm = nn.BatchNorm1d(24)
+        self.head = nn.Linear(24, CLASSES)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if self.rows is not None:
+            x = x + self.rows(ids)
+        out: torch.Tensor = self.head(self.norm(self.hidden(x)).relu())
+        return out
+
+
+_one_at_a_time = threading.Lock()
+"""Workers are threads here, and torch's generator is one for all."""
+
+
+class _Worker:
+    """One worker's script."""
+
+    def __init__(self, client: ps.Client, training: Drawn) -> None:
+        self.client, self.drawn = client, training
+        rows = None
+        if training.has_rows:
+            rows = ps.Embedding(
+                client, "ids", WIDTH, optimizer=ps.Adagrad(lr=0.05), init=ps.Normal(0.1)
+            )
+        with _one_at_a_time:
+            torch.manual_seed(5)
+            self.model = _Net(rows)
+            self.second = nn.Linear(WIDTH, CLASSES) if training.trains_two else None
+        groups: list[dict[str, Any]] = [
+            {"params": [*self.model.hidden.parameters(), *self.model.norm.parameters()]},
+            {"params": [*self.model.head.parameters()], "lr": 5e-3},
+        ]
+        with_codecs = {k: v for k, v in training.options.items() if k != "reduction"}
+        self.optimizers = [
+            ps.DistributedOptimizer(
+                client, groups, training.optimizer, module=self.model, **training.options
+            )
+        ]
+        if self.second is not None:
+            options = {k: v for k, v in with_codecs.items() if k != "overlap_pull"}
+            second = ps.DistributedOptimizer(
+                client, self.second, ps.SGD(lr=0.05), name="second", **options
+            )
+            self.optimizers.append(second)
+        self.seen = _Seen()
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 4, 0.5)
+        self.scaler = torch.amp.GradScaler(
+            "cpu",
+            enabled=training.not_finite is not None,
+            init_scale=2.0**6,
+            growth_interval=4,
+        )
+        client.attach_state("seen", self.seen, per_rank=True)
+        client.attach_state("schedule", self.schedule, per_rank=True)
+        if training.not_finite is not None:
+            client.attach_state("scaler", self.scaler, per_rank=True)
+
+    def step(self) -> None:
+        """Take the next step."""
+        drawn, number = self.drawn, self.seen.steps + 1
+        for parameter in self.model.hidden.parameters():
+            parameter.requires_grad_(number not in drawn.frozen)
+        if number in drawn.edits:
+            self.model.head.bias.data.mul_(0.5).add_(0.01)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        for part in range(drawn.options["accumulate"]):
+            draw = torch.Generator().manual_seed(1000 * number + 10 * part + self.client.rank)
+            x = torch.randn(8, WIDTH, generator=draw)
+            ids = torch.randint(ROWS, (8,), generator=draw)
+            wanted = torch.randint(CLASSES, (8,), generator=draw)
+            loss = nn.functional.cross_entropy(self.model(x, ids), wanted)
+            if drawn.not_finite and number in drawn.not_finite:
+                loss = loss * math.inf
+            if self.second is not None:
+                loss = loss + nn.functional.cross_entropy(self.second(x), wanted)
+            self.scaler.scale(loss).backward()
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+        self.schedule.step()
+        if number in drawn.synchronizes:
+            for optimizer in self.optimizers:
+                optimizer.synchronize()
+        self.seen.steps = number
+
+    def digests(self) -> dict[str, str]:
+        """Of everything that a step may have changed."""
+        state = dict(self.model.state_dict())
+        if self.second is not None:
+            state |= {f"second.{name}": value for name, value in self.second.state_dict().items()}
+        if self.model.rows is not None:
+            state["rows"] = self.model.rows(torch.arange(ROWS)).detach()
+        found = {name: _digest(value) for name, value in state.items()}
+        groups = [group for each in self.optimizers for group in each.param_groups]
+        found["rates"] = str([group["lr"] for group in groups])
+        found["scale"] = str(self.scaler.get_scale())
+        return found
+
+
+def _digest(value: torch.Tensor) -> str:
+    return hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()[:12]
+
+
+@dataclass
+class _Run:
+    """One cluster of a training."""
+
+    drawn: Drawn
+    part: Part
+    cluster: LocalCluster
+    views: Views | None = None
+
+    def train(self, client: ps.Client) -> History:
+        """A worker's steps in this cluster."""
+        try:
+            worker = _Worker(client, self.drawn)
+        except InvalidConfig as error:
+            raise Refused(error.message) from None
+        history: History = {}
+        ticket = None
+        while worker.seen.steps < self.part.ends_after:
+            if worker.seen.steps + 1 == self.part.loses and client.rank == 0:
+                self.kill_one()
+            worker.step()
+            number = worker.seen.steps
+            history[number] = worker.digests()
+            client.save_point()
+            if number == self.part.saves_after:
+                client.barrier()
+                ticket = client.checkpoint(f"after step {number}")
+        if ticket is not None:
+            ticket.wait(DEADLINE_S)
+        return history
+
+    def kill_one(self) -> None:
+        """SIGKILL for a server, once each range has two holders."""
+        assert self.views is not None
+        self.views.until(
+            lambda view: all(len(r.in_sync) == 2 for r in view.ranges if r.primary is not None),
+            "two holders of each range",
+        )
+        os.kill(self.cluster.process_ids["server 0"], signal.SIGKILL)
+
+
+def run_whole(training: Drawn, folder: Path) -> list[History]:
+    """The training in one cluster."""
+    part = Part(servers=1, replicas=1, saves_after=0, ends_after=STEPS, loses=0)
+    return _run_part(training, part, folder, resume=False)
+
+
+def run_in_parts(training: Drawn, folder: Path) -> list[History]:
+    """The training from checkpoint to checkpoint. A step that was taken again counts once it is."""
+    found: list[History] = [{} for _ in range(training.workers)]
+    for number, part in enumerate(training.parts):
+        part_of = _run_part(training, part, folder, resume=number > 0)
+        for history, later in zip(found, part_of, strict=True):
+            history |= later
+    return found
+
+
+def _run_part(training: Drawn, part: Part, folder: Path, *, resume: bool) -> list[History]:
+    url = str(folder)
+    shape = ClusterShape(
+        part.servers,
+        training.workers,
+        replica_count=part.replicas,
+        lease_s=LEASE_S,
+        checkpoints=CheckpointPlan(url=url, resume=url if resume else ""),
+    )
+    with LocalCluster.of(shape) as cluster:
+        views = Views(cluster.address) if part.loses else None
+        try:
+            run = _Run(training, part, cluster, views)
+            return together(cluster.address, training.workers, run.train)
+        finally:
+            if views is not None:
+                views.close()
+
+
+def differences(whole: Sequence[History], in_parts: Sequence[History]) -> list[str]:
+    """Where the two differ first, at each worker."""
+    found = []
+    for rank, (one, other) in enumerate(zip(whole, in_parts, strict=True)):
+        for step in range(1, STEPS + 1):
+            if step not in one or step not in other:
+                found.append(f"worker {rank} has not come to step {step}")
+                break
+            names = [name for name, value in one[step].items() if other[step].get(name) != value]
+            if names:
+                found.append(f"worker {rank} after step {step}: {', '.join(names)}")
+                break
+    return found
+
+
+def check(training: Drawn, folder: Path) -> str:
+    """Run both; returns words for what is wrong, empty if nothing is.
+
+    Raises:
+        Refused: the features do not go together.
+    """
+    whole = run_whole(training, folder / "whole")
+    in_parts = partial(run_in_parts, training, folder / "parts")
+    return "; ".join(differences(whole, in_parts()))
