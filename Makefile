@@ -26,7 +26,7 @@ READY := .venv/ready
 # Without bytecode, which Python makes of what is imported: all of it takes a minute.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 # In the order in which they begin: the files that take long first, so that no core idles at the end.
-FAST_TESTS := $(wildcard $(addprefix tests/,integration device idioms property sim contract unit tidy))
+FAST_TESTS := $(wildcard $(addprefix tests/,integration combinations device idioms property sim contract unit tidy))
 # Tests wait for processes of their own more than they compute, so three files run beside each other for every
 # two cores, and no more than four, each of which may have a cluster running. A file is never divided: its tests
 # share what they started, and those that measure run one after the other.
@@ -36,7 +36,7 @@ PARALLEL := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 # has installed, whose warnings are not ours to heed. A PYTHON given on the command line goes before both.
 GPU_PYTHON = $(if $(filter command,$(firstword $(origin PYTHON)))$(if $(wildcard $(BIN)/python),,none),$(PYTHON),$(BIN)/python)
 
-.PHONY: help demo test thorough check checked-tests checked-seeds images protos protos-check reference image-lock lint format fuzz sim sim-seldom sim-mutants core-mutants chaos chaos-mixed bench bench-check checkpoint-check lanes-check gpu-check system-deps test-system pods-check clean
+.PHONY: help demo test thorough check checked-tests checked-seeds images protos protos-check reference image-lock lint format fuzz sim sim-seldom sim-mutants core-mutants combinations chaos chaos-mixed bench bench-check checkpoint-check lanes-check gpu-check system-deps test-system pods-check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -118,6 +118,9 @@ sim-seldom: $(READY) ## Run the simulator until what seldom happens has: up to 2
 
 sim-mutants: $(READY) ## Put one deliberate bug after the other into the machines: the simulator must see each
 	PYTHONPATH=.:protos $(BIN)/python -m tests.sim.run_mutants
+
+combinations: $(READY) ## Train with features that are combined at random, whole and in parts: the same bits? SEEDS=20 trainings from FIRST=0
+	PYTHONPATH=.:protos $(BIN)/python -m tests.combinations.run --seeds $(if $(filter file,$(origin SEEDS)),20,$(SEEDS)) --first $(FIRST)
 
 chaos: $(READY) ## Kill, pause and cut off real servers under load, for minutes (CHAOS='--kills 20 --json FILE')
 	@PYTHONPATH=.:protos $(BIN)/python -m tests.chaos $(CHAOS)
