@@ -6,7 +6,7 @@
 Rules:
     - A save point is a place in the training loop where the last step is complete, schedules and
       data position included. `Client.save_point` is one; in a script without such calls, the
-      beginning of the next step is.
+      beginning of the next step is: of its model, or of rows that it steps by themselves.
     - From its answer until the cut is decided a worker stays at the save point that it has named,
       because the state of the cut would be lost.
     - The background thread gives the answer, so that a script that waits in a step delays no other
@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -168,6 +169,7 @@ class SavePoints:
         self._attached: dict[str, HasState] = {}
         self._loaded: set[str] = set()  # those that have what the cluster began from
         self._models: list[Trained] = []
+        self._stepped_first: Callable[[], object | None] = lambda: None  # of rows in no model
         # Steps count with the inner ones, so a save point may lie between two clocks.
         self._passed: dict[TableId, int] = {}  # steps before the last save point
         self._took: dict[TableId, int] = {}  # steps from the save point before it
@@ -326,6 +328,18 @@ class SavePoints:
                 return
             self._arrive()
         self._rest(lambda: self._is_decided() or self._is_asynchronous())
+
+    def reach_alone(self, stepped: object) -> None:
+        """As `reach`, before a step of rows in no model. It is a save point where the script trains
+        no model, and of several such rows those that it stepped first: between the steps of one
+        pass the last step is not complete.
+        """
+        with self._changed:
+            first = self._stepped_first()
+            if self._models or (first is not None and first is not stepped):
+                return
+            self._stepped_first = weakref.ref(stepped)
+        self.reach(is_explicit=False)
 
     def _is_asynchronous(self) -> bool:
         """True if no table of this worker can be cut at a clock: then its state at the next save

@@ -135,6 +135,7 @@ class Embedding(torch.nn.Module):
         self._pulls = RowPulls(client, self.table, _cache_of(self.table, cache_rows), step_count)
         self.trained = TrainedRows(client, self.table)
         self._ahead: deque[_Ahead] = deque()
+        self._zeroed_at = (-1, 0)  # the steps before the last `zero_grad`
 
     @property
     def hyperparameters(self) -> dict[str, float]:
@@ -231,7 +232,14 @@ class Embedding(torch.nn.Module):
         return places.reshape(lookup.ids.shape), rows
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients since the last step."""
+        """Forget the gradients since the last step.
+
+        Blocking: as `step`, if the last one's wait was cut short.
+        """
+        if not self.trained.is_owned:
+            self.trained.finish()
+            self._client.checkpoints.save_points.reach_alone(self)
+            self._zeroed_at = self._client.engine.steps.mark
         super().zero_grad(set_to_none)
         self.trained.discard()
         self._client.engine.steps.has_gradient = False
@@ -253,6 +261,8 @@ class Embedding(torch.nn.Module):
                 f"{self} is stepped by the optimizer of its module: remove this call of step()"
             )
         self.trained.finish()
+        if self._zeroed_at != self._client.engine.steps.mark:  # else that was the save point
+            self._client.checkpoints.save_points.reach_alone(self)
         with self._client.connection.loop.together():
             self.trained.begin_step()
             self.trained.prepare()
