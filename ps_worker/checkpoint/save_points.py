@@ -169,7 +169,8 @@ class SavePoints:
         self._attached: dict[str, HasState] = {}
         self._loaded: set[str] = set()  # those that have what the cluster began from
         self._models: list[Trained] = []
-        self._stepped_first: Callable[[], object | None] = lambda: None  # of rows in no model
+        self._alone: set[TableId] = set()  # of rows, each of which counts as a model
+        self._stepped_first: Callable[[], object | None] = lambda: None  # of these rows
         # Steps count with the inner ones, so a save point may lie between two clocks.
         self._passed: dict[TableId, int] = {}  # steps before the last save point
         self._took: dict[TableId, int] = {}  # steps from the save point before it
@@ -242,6 +243,12 @@ class SavePoints:
         with self._changed:
             self._models.append(trained)
             self._passed |= {handle.table.table_id: handle.step_count for handle, _ in trained()}
+
+    def add_rows(self, handle: TableHandle) -> None:
+        """Add rows that the script steps by themselves, as tables of `add_model`. Idempotent."""
+        if handle.table.table_id not in self._alone:
+            self._alone.add(handle.table.table_id)
+            self.add_model(lambda: [(handle, True)])
 
     def models(self) -> list[list[tuple[TableHandle, bool]]]:
         """The tables of each model, and whether each takes steps."""
@@ -336,7 +343,8 @@ class SavePoints:
         """
         with self._changed:
             first = self._stepped_first()
-            if self._models or (first is not None and first is not stepped):
+            has_model = len(self._models) > len(self._alone)
+            if has_model or (first is not None and first is not stepped):
                 return
             self._stepped_first = weakref.ref(stepped)
         self.reach(is_explicit=False)

@@ -21,6 +21,7 @@ from ps_worker.client.tables import ClientTables
 
 if TYPE_CHECKING:
     from ps_worker.checkpoint.saved_states import RestoredStates
+    from ps_worker.steps.steps import TableHandle
 
 _WRITTEN_WITHIN_S = 60.0
 """A worker that leaves waits at most so long for its own state to be written."""
@@ -344,6 +345,11 @@ class ClientCheckpoints:
         """The script begins a step of this model, for workers that join (SEMANTICS S6)."""
         clocks, is_only = self._loop()
         self._engine.steps.loop.begin_step(model, clocks, is_only=is_only)
+
+    def begin_rows_step(self, handle: TableHandle) -> None:
+        """As `begin_step`, of rows that the script steps by themselves."""
+        self.save_points.add_rows(handle)
+        self.begin_step(f"rows/{handle.name}")
 
     def _loop(self) -> tuple[dict[TableId, int], bool]:
         """The clocks of the tables that the script steps, and whether it has one model."""

@@ -129,7 +129,7 @@ class Embedding(torch.nn.Module):
             table_options = cast("RowsOptions", options)  # without those that were taken out
             self.table = client.create_embedding(name, dim, optimizer=optimizer, **table_options)
             if client.is_late_joiner:
-                client.tables.join([self.table])
+                client.tables.join([self.table], at_place=True)
         self._rows = rows_of(self.table.table)
         self._hashed_ids = hashed_ids
         self._pulls = RowPulls(client, self.table, _cache_of(self.table, cache_rows), step_count)
@@ -263,6 +263,7 @@ class Embedding(torch.nn.Module):
         self.trained.finish()
         if self._zeroed_at != self._client.engine.steps.mark:  # else that was the save point
             self._client.checkpoints.save_points.reach_alone(self)
+        self._client.checkpoints.begin_rows_step(self.table)
         with self._client.connection.loop.together():
             self.trained.begin_step()
             self.trained.prepare()

@@ -7,7 +7,7 @@ import functools
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
@@ -180,6 +180,68 @@ def test_a_newcomer_joins_between_the_steps_of_two_models(cluster: LaneCluster, 
             run.result(DEADLINE_S)
     assert begun == [(joined_in + 1) * pace, joined_in + 1]
     assert len({str([values(model) for model, _ in pair]) for pair in every}) == 1
+    _close(clients)
+
+
+Steps = list[tuple[Callable[[], None], ps.TableHandle]]
+
+
+def _rows(client: ps.Client, name: str) -> tuple[Callable[[], None], ps.TableHandle]:
+    """Rows in no model, and a step of them."""
+    rows = ps.Embedding(client, name, 2, optimizer=ps.SGD(lr=1.0), init=ps.Zeros())
+
+    def step() -> None:
+        rows(torch.arange(3)).sum().backward()
+        rows.step()
+
+    return step, rows.table
+
+
+def _rows_and_model(client: ps.Client) -> Steps:
+    model = seeded(lambda: nn.Linear(4, 1))
+    optimizer = optimizer_for(client, model, name="critic")
+    (dense,) = client.tables.handles
+    return [(functools.partial(_step, model, optimizer), dense), _rows(client, "users")]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "made",
+    [
+        pytest.param(lambda client: [_rows(client, "users"), _rows(client, "items")], id="rows"),
+        pytest.param(_rows_and_model, id="beside a model"),
+    ],
+)
+def test_a_newcomer_joins_between_the_steps_of_rows_that_are_in_no_model(
+    cluster: LaneCluster, made: Callable[[ps.Client], Steps]
+) -> None:
+    clients, loops, joined_in = _first(cluster), 9, 5
+    are_between, may_go_on = threading.Barrier(FIRST + 1), threading.Event()
+
+    def train(steps: Steps) -> None:
+        (first, table), (second, _) = steps
+        while table.clock < loops:
+            first()
+            if table.clock == joined_in + 1 and not may_go_on.is_set():
+                are_between.wait(DEADLINE_S)
+                assert may_go_on.wait(DEADLINE_S)
+            second()
+
+    with ThreadPoolExecutor(FIRST + 1) as pool:
+        every = list(pool.map(made, clients))
+        training = [pool.submit(train, steps) for steps in every]
+        are_between.wait(DEADLINE_S)
+        clients.append(ps.connect(cluster.address, request_deadline_s=DEADLINE_S))
+        newcomer = clients[-1].connection.engine
+        until(lambda: all(t.joins for t in newcomer.view.tables), "it has joined both")
+        may_go_on.set()
+        every.append(made(clients[-1]))
+        begun = [table.clock for _, table in every[-1]]
+        training.append(pool.submit(train, every[-1]))
+        for run in training:
+            run.result(DEADLINE_S)
+    assert begun == [joined_in + 1, joined_in + 1]
+    assert [table.clock for steps in every for _, table in steps] == [loops] * 6
     _close(clients)
 
 
