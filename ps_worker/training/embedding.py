@@ -69,7 +69,7 @@ class Embedding(torch.nn.Module):
 
     Attributes:
         hyperparameters: the optimizer's, of the steps from now on, such as `{"lr": 0.1}`; the
-            table's fill in.
+            table's fill in. A resumed run goes on with those of the checkpoint.
         cache_hit_count, cache_miss_count: distinct rows of batches that the cache had, and that
             were pulled.
 
@@ -236,13 +236,17 @@ class Embedding(torch.nn.Module):
 
         Blocking: as `step`, if the last one's wait was cut short.
         """
-        if not self.trained.is_owned:
+        if not (self.trained.is_owned or self._client.is_reader):
             self.trained.finish()
-            self._client.checkpoints.save_points.reach_alone(self)
+            self._reach_save_point()
             self._zeroed_at = self._client.engine.steps.mark
         super().zero_grad(set_to_none)
         self.trained.discard()
         self._client.engine.steps.has_gradient = False
+
+    def _reach_save_point(self) -> None:
+        self.trained.keep()
+        self._client.checkpoints.save_points.reach_alone(self)
 
     def step(self) -> StepResult:
         """Push the gradients of all backward passes since the last step, and end the step; without
@@ -262,7 +266,7 @@ class Embedding(torch.nn.Module):
             )
         self.trained.finish()
         if self._zeroed_at != self._client.engine.steps.mark:  # else that was the save point
-            self._client.checkpoints.save_points.reach_alone(self)
+            self._reach_save_point()
         self._client.checkpoints.begin_rows_step(self.table)
         with self._client.connection.loop.together():
             self.trained.begin_step()

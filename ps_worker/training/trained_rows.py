@@ -10,11 +10,11 @@ Rules:
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from ps_worker.client.client import Client
     from ps_worker.steps.steps import PushBody, PushTicket, StepResult, TableHandle
     from ps_worker.training.tables.trained_table import TrainedTable
+
+_STATE = "embeddings/hyperparameters"
 
 MAX_PASS_COUNT = 1024
 """Backward passes between two steps: more are a script that never steps."""
@@ -61,6 +63,8 @@ class TrainedRows:
         self._is_ahead = False
         self._terms: Hyperparameters = ()
         self._ticket: PushTicket | None = None
+        self._kept = _kept.setdefault(client, KeptHyperparameters())
+        self._kept.add(client, self)
 
     @property
     def name(self) -> str:
@@ -79,6 +83,11 @@ class TrainedRows:
                 "module of one optimizer"
             )
         self._owner = ref(optimizer)
+        self.keep()
+
+    def keep(self) -> None:
+        """Have checkpoints keep the hyperparameters. Idempotent."""
+        self._client.checkpoints.save_points.attach(_STATE, self._kept)
 
     # --- gradients
 
@@ -236,6 +245,35 @@ class TrainedRows:
         if ticket is None or ticket.future.exception() is not None:
             return None
         return ticket.future.result()
+
+
+class KeptHyperparameters:
+    """The attached state of all Embeddings of a client: the hyperparameters that its script has
+    set, by table, of each Embedding of it in the order in which they were made.
+    """
+
+    def __init__(self) -> None:
+        self._by_table: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
+
+    def add(self, client: Client, rows: TrainedRows) -> None:
+        """Keep those of `rows`, which begins with what the cluster goes on from."""
+        if client.is_reader:
+            return
+        own, saved = self._by_table[rows.name], client.checkpoints.restored_state(_STATE) or {}
+        for found in saved.get(rows.name, [])[len(own) :][:1]:
+            rows.hyperparameters.update(found)
+        own.append(rows.hyperparameters)
+        client.checkpoints.save_points.loaded(_STATE)
+
+    def state_dict(self) -> dict[str, list[dict[str, float]]]:
+        """Copies of all."""
+        return {name: [dict(each) for each in own] for name, own in self._by_table.items()}
+
+    def load_state_dict(self, state: object) -> None:
+        """Nothing: `add` loads."""
+
+
+_kept: WeakKeyDictionary[Client, KeptHyperparameters] = WeakKeyDictionary()
 
 
 def bind_rows(client: Client, rows: Sequence[TrainedRows], tables: Iterable[TrainedTable]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import ps_worker as ps
 from tests.integration.resumed_training import DEADLINE_S, Position
@@ -67,3 +68,53 @@ def test_a_loop_that_steps_rows_by_themselves_has_a_save_point_in_each_pass(
         assert seen > 0
         assert loop.clocks == [seen, seen]
         assert [each(IDS)[0, 0].item() for each in loop.rows] == [-seen, -seen]
+
+
+class Rated:
+    """Two Embeddings of one table, each with a rate of its own, beside or in a model."""
+
+    def __init__(self, client: ps.Client, *, is_in_model: bool) -> None:
+        first, second = (
+            ps.Embedding(client, "users", 2, optimizer=ps.SGD(lr=1.0), init=ps.Zeros())
+            for _ in range(2)
+        )
+        self.both = (first, second)
+        self.optimizer = None
+        if is_in_model:
+            self.optimizer = ps.DistributedOptimizer(client, nn.Sequential(first), ps.SGD(lr=1.0))
+
+    def step(self) -> float:
+        """The change of a row by a step of each."""
+        first, second = self.both
+        before: float = first(IDS)[0, 0].item()
+        first(IDS).sum().backward()
+        first.step() if self.optimizer is None else self.optimizer.step()
+        second(IDS).sum().backward()
+        second.step()
+        after: float = first(IDS)[0, 0].item()
+        return before - after
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_in_model", [False, True])
+def test_a_run_goes_on_with_the_hyperparameters_that_rows_had(
+    tmp_path: Path, is_in_model: bool
+) -> None:
+    with (
+        ps.local_cluster(1, 1, checkpoint_url=str(tmp_path)) as cluster,
+        ps.connect(cluster.address, request_deadline_s=DEADLINE_S) as client,
+    ):
+        loop = Rated(client, is_in_model=is_in_model)
+        assert loop.step() == 2.0
+        for rows, rate in zip(loop.both, (0.25, 0.5), strict=True):
+            rows.hyperparameters["lr"] = rate
+        assert loop.step() == 0.75
+        url = client.checkpoint("for the test").wait(DEADLINE_S).url
+    with (
+        ps.local_cluster(2, 1, resume=url) as cluster,
+        ps.connect(cluster.address, request_deadline_s=DEADLINE_S) as client,
+    ):
+        loop = Rated(client, is_in_model=is_in_model)
+        assert loop.step() == 0.75
+        loop.both[0].hyperparameters["lr"] = 1.0  # the script's own wish
+        assert loop.step() == 1.5
