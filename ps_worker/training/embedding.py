@@ -131,6 +131,11 @@ class Embedding(torch.nn.Module):
             if client.is_late_joiner:
                 client.tables.join([self.table], at_place=True)
         self._rows = rows_of(self.table.table)
+        if self.table.element_count != dim:  # a reader's
+            raise InvalidConfig(
+                f"dim is {dim}, and rows of table '{name}' have {self.table.element_count} "
+                "elements; expected as many"
+            )
         self._hashed_ids = hashed_ids
         self._pulls = RowPulls(client, self.table, _cache_of(self.table, cache_rows), step_count)
         self.trained = TrainedRows(client, self.table)

@@ -23,6 +23,7 @@ import torch
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.rows import Ids, sums_by_key
 from ps_core.tables.optimizers import Hyperparameters
+from ps_runtime.observe import logs
 from ps_worker.client.pending import PendingTickets
 from ps_worker.embedding.rows import RowBatch, check_fit, cut_ids, rows_of
 from ps_worker.spec.optimizers import Aggregate, Outer, ServerOptimizer
@@ -63,6 +64,7 @@ class TrainedRows:
         self._is_ahead = False
         self._terms: Hyperparameters = ()
         self._ticket: PushTicket | None = None
+        self._has_told_late = False
         self._kept = _kept.setdefault(client, KeptHyperparameters())
         self._kept.add(client, self)
 
@@ -244,7 +246,16 @@ class TrainedRows:
         ticket, self._ticket = self._ticket, None
         if ticket is None or ticket.future.exception() is not None:
             return None
-        return ticket.future.result()
+        result = ticket.future.result()
+        if result.discarded and not self._has_told_late:
+            self._has_told_late = True
+            logs.warning(
+                "rows_of_late_step_lost",
+                table=self.name,
+                step=result.clock,
+                remedy=f"no backup workers for rows: pushpull tables set '{self.name}' bsp",
+            )
+        return result
 
 
 class KeptHyperparameters:

@@ -321,6 +321,33 @@ def test_backup_workers_are_refused(client: ps.Client) -> None:
         ps.Embedding(client, "late", 2, optimizer=ps.SGD(), consistency="bsp:backup=1")
 
 
+@pytest.mark.thorough
+def test_steps_that_backup_workers_discard_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """An operator has set them, as `pushpull tables set` does: nobody can refuse that."""
+    with ps.local_cluster(servers=1, workers=2) as cluster, ExitStack() as stack:
+        clients = [
+            stack.enter_context(ps.connect(cluster.address, request_deadline_s=DEADLINE_S))
+            for _ in range(2)
+        ]
+        quick, late = (ps.Embedding(each, "rows", 2, optimizer=ps.SGD()) for each in clients)
+        clients[0].set_consistency("rows", "bsp:backup=1")
+        for embedding, is_told in ((quick, False), (late, True)):
+            for _ in range(3):
+                embedding(torch.arange(2)).sum().backward()
+                assert embedding.step().discarded is is_told
+            assert caplog.text.count("rows_of_late_step_lost") == is_told
+        assert "pushpull tables set 'rows' bsp" in caplog.text
+
+
+def test_a_reader_names_the_length_of_a_row(client: ps.Client) -> None:
+    ps.Embedding(client, "read", 2, optimizer=ps.SGD())
+    (address,) = client.connection.config.scheduler
+    with ps.connect(address, role="reader") as reader:
+        with pytest.raises(ps.InvalidConfig, match="dim is 3, and rows of table 'read' have 2"):
+            ps.Embedding(reader, "read", 3, optimizer=ps.SGD())
+        assert ps.Embedding(reader, "read", 2, optimizer=ps.SGD()).embedding_dim == 2
+
+
 def test_it_is_neither_copied_nor_pickled(client: ps.Client) -> None:
     model = nn.Sequential(ps.Embedding(client, "one", 2, optimizer=ps.SGD()), nn.Linear(2, 1))
     for take in (copy.deepcopy, pickle.dumps):
