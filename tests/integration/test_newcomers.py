@@ -23,7 +23,6 @@ from ps_cli.console import scheduler_query
 from ps_cli.status.document import StatusDocument, status_document
 from ps_runtime.launch.cluster_shape import ClusterShape
 from ps_runtime.launch.launcher import Launcher, start_scheduler
-from ps_worker.client.joined_place import JoinedPlace
 from ps_worker.spec.optimizers import ServerOptimizer
 from tests.integration.lane_cluster import LaneCluster, lane_cluster, until
 from tests.integration.test_successor import Trainer
@@ -250,18 +249,32 @@ def test_a_newcomer_that_is_interrupted_between_two_steps_leaves_where_it_is(
     cluster: LaneCluster,
 ) -> None:
     """It has ended steps of the others' loop with nothing by then."""
-    clients, has_left, are_last = _first(cluster), threading.Event(), [False]
-    loop = threading.Barrier(FIRST, lambda: are_last.append(has_left.is_set()), DEADLINE_S)
+    clients, comes, has_left = _first(cluster), threading.Event(), threading.Event()
+    has_joined, was_interrupted = threading.Event(), threading.Event()
+    now = [(False, False)]  # of this time of the loop: the newcomer comes; it is the last
+    loop = threading.Barrier(
+        FIRST, lambda: now.append((comes.is_set(), has_left.is_set())), DEADLINE_S
+    )
+    in_the_middle = threading.Barrier(FIRST + 1, timeout=DEADLINE_S)
 
     def train(pair: Pair) -> None:
         critic, actor = pair
-        while not are_last[-1]:
+        while not now[-1][1]:
             loop.wait()
-            for _ in range(6):
+            joins = now[-1][0] and not has_joined.is_set()
+            for number in range(6):
+                if joins and number == 2:
+                    in_the_middle.wait()
+                    has_joined.wait(DEADLINE_S)
                 _step(*critic)
+            if joins:
+                was_interrupted.wait(DEADLINE_S)
             _step(*actor)
 
-    def interrupt(place: JoinedPlace) -> None:
+    def interrupt(late: ps.Client) -> None:
+        place, engine = late.tables.place, late.connection.engine
+        until(lambda: len(place.joined(engine.view)) == 2, "it has joined both tables")
+        has_joined.set()
         until(lambda: bool(place.clocks), "it follows the others")
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
@@ -269,10 +282,13 @@ def test_a_newcomer_that_is_interrupted_between_two_steps_leaves_where_it_is(
         every = list(pool.map(_pair, clients))
         training = [pool.submit(train, pair) for pair in every]
         until(lambda: every[0][1][1].clock >= 2, "they step both")
+        comes.set()
+        in_the_middle.wait()
         late = ps.connect(cluster.address, request_deadline_s=DEADLINE_S)
-        pool.submit(interrupt, late.tables.place)
+        pool.submit(interrupt, late)
         with pytest.raises(KeyboardInterrupt):
             _pair(late)
+        was_interrupted.set()
         ended = late.tables.place.clocks
         assert {h.table.table_id: h.clock for h in late.tables.handles}.items() <= ended.items()
         late.close()
