@@ -63,7 +63,7 @@ from ps_worker.training.local_optimizer import (
     outer_of,
 )
 from ps_worker.training.model_pull import known_birth, table_prefix
-from ps_worker.training.module_buffers import BufferTable, buffer_layouts
+from ps_worker.training.module_buffers import BufferTable, OwnBuffers, buffer_layouts
 from ps_worker.training.optimizer_state import (
     InnerStepsState,
     OptimizerState,
@@ -259,6 +259,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._own_state = OptimizerState(self, self._model.aggregates, self._tables)
         client.attach_state(f"optimizer/{checked.name}", self._own_state)
         shared = None if checked.buffers is None else self._module
+        if checked.buffers is None and self._module is not None:
+            own = OwnBuffers(self._module)
+            client.attach_state(f"buffers/{checked.name}", own, per_rank=True)
         self._inner_steps_state = InnerStepsState(self._model, shared)
         if self._model.outer is not None:
             name = f"inner_steps/{checked.name}"

@@ -17,7 +17,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -288,6 +288,24 @@ def check_exact(buffers: Iterable[tuple[str, torch.Tensor]]) -> None:
             f"buffer '{name}' has {int(buffer.abs().max())}; expected integers up to 2**53 in "
             "magnitude (choose buffers=None, or persistent=False)"
         )
+
+
+class OwnBuffers:
+    """The attached state of buffers that workers do not share: each worker's own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The buffers by name."""
+        return {name: buffer.detach() for name, buffer in persistent_buffers(self._module)}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Write the buffers of a checkpoint; one that it does not have stays as it is."""
+        for name, buffer in persistent_buffers(self._module):
+            if name in state:
+                check_shape(name, buffer, state[name])
+                write_values(buffer, state[name])
 
 
 def check_shape(name: str, buffer: torch.Tensor, view: torch.Tensor) -> None:

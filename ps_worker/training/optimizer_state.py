@@ -24,7 +24,7 @@ from ps_core.tables.table_spec import TableSpec
 from ps_runtime.observe import logs
 from ps_worker.spec.flat_layout import plain_name
 from ps_worker.spec.optimizers import ServerOptimizer
-from ps_worker.training.module_buffers import check_shape, persistent_buffers, write_values
+from ps_worker.training.module_buffers import OwnBuffers
 from ps_worker.training.tables.trained_table import TrainedTable
 from ps_worker.training.trained_model import TrainedModel
 
@@ -333,7 +333,7 @@ class InnerStepsState:
 
     def __init__(self, model: TrainedModel, module: nn.Module | None) -> None:
         self._model = model
-        self._module = module
+        self._buffers = None if module is None else OwnBuffers(module)
         self._later: dict[str, Any] = {}  # of tables that are not there yet
         self._unmerged: dict[str, torch.Tensor | None] = {}
         self._chosen_at = 0  # the clock that their fragment was chosen for
@@ -350,7 +350,7 @@ class InnerStepsState:
             "tables": {t.name: t.local_values() for t in model.tables if not t.is_asleep},
             "unmerged": {t.name: t.moves.unmerged for t in model.tables},
             "chosen_at": model.outer_steps.chosen_at,
-            "buffers": {name: buffer.detach() for name, buffer in self._buffers()},
+            "buffers": {} if self._buffers is None else self._buffers.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -364,10 +364,8 @@ class InnerStepsState:
         # Under ASP the tables may begin at another clock than that of this worker's state.
         self._chosen_at = state.get("chosen_at", self._model.clock - 1)
         self.take(self._model.tables)
-        for name, buffer in self._buffers():
-            if name in state["buffers"]:
-                check_shape(name, buffer, state["buffers"][name])
-                write_values(buffer, state["buffers"][name])
+        if self._buffers is not None:
+            self._buffers.load_state_dict(state["buffers"])
 
     def take(self, tables: Iterable[TrainedTable]) -> None:
         """Load what there is of these tables."""
@@ -377,9 +375,6 @@ class InnerStepsState:
             if (measured := self._unmerged.pop(table.name, None)) is not None:
                 self._model.outer_steps.choose(self._chosen_at)
                 table.moves.load_unmerged(measured)
-
-    def _buffers(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return () if self._module is None else persistent_buffers(self._module)
 
 
 def keep_residuals(client: Client, model: TrainedModel, table: TrainedTable) -> None:
