@@ -685,16 +685,16 @@ class Client:
                 last: without a barrier the others' models lack steps.
 
         Blocking: no; the next heartbeat carries it.
+
+        Raises:
+            InvalidConfig: a number of steps is below 0, or is none.
         """
         self.connection.check_usable()
         counters = self.engine.counters
+        counters.add_counts(planned_steps, step_count)
         if loss is not None:
             counters.add_loss(float(loss))
             self.connection.record.loss(float(loss), counters.step_count)
-        if planned_steps is not None:
-            counters.planned_step_count = int(planned_steps)
-        if step_count is not None:
-            counters.reported_step_count = int(step_count)
         if quality is not None:
             self.connection.record.quality({name: float(value) for name, value in quality.items()})
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ps_core.errors import InvalidConfig
 from ps_core.losses import NO_LOSSES, LossTotals
+
+_MOST_STEPS = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,17 @@ class Counters:
         self.loss = loss
         self.losses = self.losses.with_loss(loss)
 
+    def add_counts(self, planned: int | None, taken: int | None) -> None:
+        """Take in numbers of steps that the script reported.
+
+        Raises:
+            InvalidConfig: one is below 0, too large for a heartbeat, or no number.
+        """
+        planned = None if planned is None else _checked("planned_steps", planned)
+        taken = None if taken is None else _checked("step_count", taken)
+        self.planned_step_count = self.planned_step_count if planned is None else planned
+        self.reported_step_count = self.reported_step_count if taken is None else taken
+
     @property
     def step_count(self) -> int:
         """The steps that the script reported, else the highest clock committed on any table."""
@@ -57,3 +71,14 @@ class Counters:
     def waiting_for(self) -> str:
         """The reason of one of the waits, for a person; empty if there is none."""
         return next(iter(self.waits.copy().values()), "")
+
+
+def _checked(name: str, given: int) -> int:
+    try:
+        count = int(given)
+    except (TypeError, ValueError, OverflowError):
+        count = -1
+    if not 0 <= count <= _MOST_STEPS:
+        unknown = "; 0: the script does not say" if name == "planned_steps" else ""
+        raise InvalidConfig(f"{name} is {given!r}; expected a number of 0 or more{unknown}")
+    return count

@@ -441,6 +441,27 @@ def test_progress_counts_what_was_done(team: Team) -> None:
 # --- mistakes
 
 
+@pytest.mark.parametrize(
+    "report",
+    [
+        {"planned_steps": -1},  # of Lightning and of the Hugging Face Trainer: no number is set
+        {"planned_steps": 2**64},
+        {"planned_steps": float("inf")},
+        {"step_count": -1},
+        {"step_count": "many"},
+    ],
+    ids=str,
+)
+def test_a_number_of_steps_that_no_heartbeat_has_is_refused(
+    team: Team, report: dict[str, Any]
+) -> None:
+    ((name, given),) = report.items()
+    before = team.first.progress()
+    with pytest.raises(ps.InvalidConfig, match=f"^{name} is {given!r}; expected a number"):
+        team.first.report(loss=1e9, **report)
+    assert team.first.progress() == before
+
+
 def test_a_tables_name_is_no_handle(team: Team) -> None:
     client: Any = team.first
     values = full(4, 1.0)
