@@ -37,6 +37,7 @@ class JoinedPlace:
     Attributes:
         clocks: the newest that it has ended with nothing, by table.
         tables: those on which it begins at a place of the others.
+        stepped: those that another worker has told it steps.
         is_told: a living worker has told where the loop is, or there is no need to know.
     """
 
@@ -48,6 +49,7 @@ class JoinedPlace:
         self._lock = threading.Lock()  # for `clocks` and the end of a search
         self.clocks: dict[TableId, int] = {}
         self.tables: Collection[TableId] = frozenset()
+        self.stepped: frozenset[TableId] = frozenset()
         self.is_told = True
 
     def find(self, handles: Sequence[TableHandle]) -> None:
@@ -104,6 +106,7 @@ class JoinedPlace:
             if all(t in joined and joined[t] <= first for t, first in firsts.items()):
                 return  # nobody has taken a step
             reports = await self._asked(min(began_s + leases * lease_s, end_s))
+            self.stepped = frozenset().union(*(report.sealed for report in reports.told))
             own = {t: c for t, c in self._clocks().items() if t not in firsts}
             found = search.hear(joined, reports, firsts.keys() - joined.keys(), own)
             if found is Found.FOLLOWS:

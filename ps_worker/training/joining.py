@@ -40,12 +40,15 @@ def begin_where_the_others_are(
     rows: Sequence[TrainedRows] = (),
 ) -> None:
     """Join every table of a model, bring them to one step, and pull all but `rows`."""
-    joins = client.engine.joins
+    joins, place = client.engine.joins, client.tables.place
     handles = [part.handle for part in (*tables, *rows)]
     joined = [handle for handle in handles if joins(handle.table.table_id)]
     client.tables.join(joined, at_place=True)
     _bring_to_one_step(client, tables, handles)
     for table in tables:
+        # Others go on to step parameters that they have frozen again, and wait for this worker.
+        if isinstance(table, TrainedTable) and table.handle.table.table_id in place.stepped:
+            table.wake()
         table.begin_pull()
     for table in tables:
         table.finish()
@@ -57,9 +60,9 @@ def _bring_to_one_step(
     handles: Sequence[TableHandle],
 ) -> None:
     """End empty steps on the tables that are behind others, and at no place of a loop."""
-    # Workers take no step of a table that sleeps: it has nothing to reach.
-    asleep = {p.handle for p in tables if isinstance(p, TrainedTable) and p.is_asleep}
-    stepped = [handle for handle in handles if handle not in asleep]
+    # A table of frozen parameters sleeps, or has slept: it is not as many steps from its beginning.
+    frozen = {p.handle for p in tables if isinstance(p, TrainedTable) and p.layout.is_frozen}
+    stepped = [handle for handle in handles if handle not in frozen]
     firsts = [handle.table.restored_clock or 0 for handle in stepped]
     counts = passed([handle.clock for handle in stepped], firsts)
     for handle, count in zip(stepped, counts, strict=True):

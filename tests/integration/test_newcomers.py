@@ -129,6 +129,40 @@ def test_a_newcomer_joins_what_nobody_steps(cluster: LaneCluster) -> None:
     _close(clients)
 
 
+@pytest.mark.thorough
+def test_a_newcomer_joins_what_is_frozen_again(cluster: LaneCluster) -> None:
+    """The others have trained a layer that is frozen now: they go on to step its table."""
+    clients = _first(cluster)
+
+    def made(client: ps.Client) -> tuple[nn.Sequential, ps.DistributedOptimizer]:
+        model = seeded(lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)))
+        model[0].requires_grad_(False)
+        return model, optimizer_for(client, model)
+
+    def train(trained: tuple[nn.Sequential, ps.DistributedOptimizer], until_clock: int) -> None:
+        model, optimizer = trained
+        while optimizer.clock < until_clock:
+            model[0].requires_grad_(optimizer.clock in (1, 2, 7))
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+
+    def stepped_counts() -> list[int]:
+        nodes = asyncio.run(scheduler_query.first_status(cluster.address)).response.nodes
+        return [len(each.progress.loop.tables) for each in nodes if each.progress.HasField("loop")]
+
+    with ThreadPoolExecutor(FIRST + 1) as pool:
+        every = list(pool.map(made, clients))
+        list(pool.map(train, every, [5] * FIRST))
+        until(lambda: stepped_counts() == [2] * FIRST, "both have told of both tables")
+        clients.append(ps.connect(cluster.address, request_deadline_s=DEADLINE_S))
+        every.append(made(clients[-1]))
+        assert every[-1][1].clock == 5
+        list(pool.map(train, every, [9] * (FIRST + 1)))
+    assert len({str(values(model)) for model, _ in every}) == 1
+    _close(clients)
+
+
 Pair = list[tuple[nn.Module, ps.DistributedOptimizer]]
 
 
