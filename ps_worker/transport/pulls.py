@@ -221,6 +221,7 @@ class Puller:
                 view, torn_count = self.links.view, progress.torn_count
                 by_server = _by_server(view, wanted)
                 if len(by_server) > 1:
+                    self._counters.waits.pop(backoff, None)  # each share has its own words
                     await _all(partial(self._pull_ranges, progress), list(by_server.values()))
                     return
                 # The common case of a small table, without a task.

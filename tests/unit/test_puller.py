@@ -284,6 +284,19 @@ def test_a_block_of_a_range_that_has_moved_is_pulled_again() -> None:
     assert epochs == [3, 4]
 
 
+def test_ranges_that_were_spread_over_servers_do_not_wait_for_what_they_did_before() -> None:
+    links, counters, words = Links(view=view_of(primaries=(ONE, ONE))), Counters(), list[str]()
+
+    def answers(request: parameters_pb2.PullRequest) -> list[Answer | PushpullError]:
+        words.append(counters.waiting_for)
+        links.view = view_of(2, 4)
+        return whole(request) if words[1:] else [NotOwner("server 1 is not primary now")]
+
+    links.by_server = {ONE: Link(answers), OTHER: Link(answers)}
+    asyncio.run(Puller(cast(ServerLinks, links), counters).pull(order_of()))
+    assert words == ["", "", ""]
+
+
 def test_values_that_are_lost_are_not_waited_for() -> None:
     links = Links(Link(whole), Link(whole), view=view_of(is_lost=True))
     with pytest.raises(ValuesLost):
