@@ -14,9 +14,10 @@ Rules:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from enum import Enum
+from numbers import Integral
+from typing import Any
 
 from ps_core import limits
 from ps_core.errors import InvalidConfig
@@ -229,6 +230,8 @@ def _parsed(name: str, rest: str) -> Consistency:
     return found
 
 
-def _check_count(field: str, value: int, most: int) -> None:
-    if not 0 <= value <= most or not math.isfinite(value):
+def _check_count(field: str, value: Any, most: int) -> None:
+    if not isinstance(value, Integral):
+        raise InvalidConfig(f"{field} is {value!r}; expected a whole number, 0 to {most}")
+    if not 0 <= int(value) <= most:
         raise InvalidConfig(f"{field} is {value}; expected 0 to {most}")

@@ -49,6 +49,7 @@ from ps_worker.spec.settings import (
     RowsOptions,
     SupportsSpec,
     TableOptions,
+    check_kinds,
     consistency_of,
     table_spec,
 )
@@ -435,6 +436,7 @@ class ClientTables:
             check_handle(table)
         name = table if isinstance(table, str) else table.name
         wanted = consistency_of(consistency)
+        check_kinds({"after_clock": after_clock})
         deadline_s = connection.deadline_s(timeout_s)
         changing = self._engine.scheduler.set_consistency(name, wanted, after_clock, deadline_s)
         return connection.asked(changing, deadline_s).after_clock

@@ -135,6 +135,10 @@ def named_groups(
         return named_groups(own, module, may_be_empty=may_be_empty)
     if isinstance(parameters, torch.Tensor):
         raise InvalidConfig("expected an iterable of parameters; got one tensor")
+    given: Any = parameters
+    if isinstance(given, type) or not isinstance(given, Iterable):
+        words = f"the class {given.__name__}" if isinstance(given, type) else given
+        raise InvalidConfig(f"expected a module, or its parameters or groups of them; got {words}")
     entries: list[Any] = list(parameters)
     if not entries and not may_be_empty:
         raise InvalidConfig("expected parameters; got an empty list")

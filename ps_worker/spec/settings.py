@@ -7,8 +7,9 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Protocol, TypedDict
 
 from ps_core import limits
@@ -236,6 +237,7 @@ def table_spec(
     if has_rows:
         function, known = "create_embedding", RowsOptions.__annotations__
     check_options(function, options, known)
+    check_kinds(options)
     given = {**TABLE_DEFAULTS, **ROWS_DEFAULTS, "consistency": Consistency(), **options}
     dtype = _choice(DType, "dtype", given["dtype"])
     kernels = _choice(Kernels, "kernels", given["kernels"])
@@ -279,8 +281,13 @@ def _rows_spec(given: Mapping[str, Any]) -> RowsSpec:
 
 def tensors_of(name: str, layout: Layout) -> tuple[TensorSpec, ...]:
     """The tensors of a table: one named as the table for a count or a shape, else those listed."""
-    entries: Sequence[Any] = [layout] if isinstance(layout, int) else layout
-    if all(isinstance(entry, int) for entry in entries):
+    if not isinstance(layout, Integral | Iterable):
+        raise InvalidConfig(
+            f"table '{name}': the layout is {layout!r}; expected a number of elements, a shape, or "
+            "(tensor name, shape) of each tensor"
+        )
+    entries: Sequence[Any] = [layout] if isinstance(layout, Integral) else list(layout)
+    if all(isinstance(entry, Integral) for entry in entries):
         entries = [(name, entries)]
     tensors = []
     offset = 0
@@ -297,9 +304,11 @@ def tensors_of(name: str, layout: Layout) -> tuple[TensorSpec, ...]:
 
 
 def _size(name: str, size: object) -> int:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-        raise InvalidConfig(f"'{name}': a dimension is {size!r}; expected a number of 0 or more")
-    return size
+    if isinstance(size, bool) or not isinstance(size, Integral) or int(size) < 0:
+        raise InvalidConfig(
+            f"'{name}': a dimension is {size!r}; expected a whole number of 0 or more"
+        )
+    return int(size)
 
 
 def consistency_of(given: Consistency | str) -> Consistency:
@@ -340,6 +349,35 @@ def check_options(function: str, given: Iterable[str], known: Iterable[str]) -> 
         raise InvalidConfig(
             f"{function} has no option {', '.join(unknown)}; it has {', '.join(options)}"
         )
+
+
+def _is_count(given: object) -> bool:
+    return isinstance(given, Integral) and int(given) >= 0
+
+
+def _is_text(given: object) -> bool:
+    return isinstance(given, str)
+
+
+_COUNT = _is_count, "a whole number of 0 or more"
+_FLAG = (lambda given: given in (True, False)), "True or False"
+_KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("accumulate", "recompute", "gate_bytes", "after_clock"), _COUNT),
+    "block_elements": ((lambda given: isinstance(given, Integral)), "a whole number"),
+    **dict.fromkeys(("allow_non_finite", "overlap_pull"), _FLAG),
+    "clip_norm": ((lambda given: given is None or hasattr(given, "__float__")), "a number or None"),
+    "name": (_is_text, "text"),
+    "aggregate_within": ((lambda given: given is None or _is_text(given)), "text or None"),
+}
+"""The kind of what an option takes, with words for it; other options are checked by themselves."""
+
+
+def check_kinds(options: Mapping[str, Any]) -> None:
+    """Raises InvalidConfig, which names the option, for a value of another kind than it takes."""
+    for field, given in options.items():
+        fits, words = _KINDS.get(field, (None, ""))
+        if fits is not None and not fits(given):
+            raise InvalidConfig(f"{field} is {given!r}; expected {words}")
 
 
 def _choice(kind: Any, field: str, given: object) -> Any:

@@ -11,7 +11,7 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidConfig
 from ps_core.tables.optimizers import Kernels
 from ps_core.tables.table_spec import Reduction
-from ps_worker.spec.settings import BSP, check_options, consistency_of, require_one_of
+from ps_worker.spec.settings import BSP, check_kinds, check_options, consistency_of, require_one_of
 
 HOST = "host"
 """The `aggregate_within` of the workers of one machine."""
@@ -113,6 +113,7 @@ class TrainingOptions:
     def of(cls, given: OptimizerOptions, default: Consistency) -> TrainingOptions:
         """The caller's options, with defaults for the rest; `default` is the consistency's."""
         check_options("DistributedOptimizer", given, OptimizerOptions.__annotations__)
+        check_kinds(given)
         consistency = consistency_of(given.get("consistency", default))
         return cls(**cast("dict[str, Any]", {**given, "consistency": consistency}))
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,9 +17,10 @@ from ps_cli.__main__ import app
 from ps_core.errors import InvalidConfig
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_runtime.grpc.addresses import check_scheduler_address
-from ps_worker.spec.flat_layout import plain_name
+from ps_worker.spec.flat_layout import named_groups, plain_name
 from ps_worker.spec.optimizers import check_optimizer
 from ps_worker.spec.settings import table_spec
+from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.steps import check_handle
 from ps_worker.training.local_optimizer import inner_optimizer
 
@@ -82,6 +84,48 @@ def test_a_tables_name_where_a_handle_is_due() -> None:
         "client.table('weights')"
     )
     assert "table is int; expected the handle" in refused(check_handle, 3)
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "expected"),
+    [
+        ("accumulate", "4", "'4'; expected a whole number of 0 or more"),
+        ("accumulate", 2.5, "2.5; expected a whole number"),
+        ("accumulate", None, "None; expected a whole number"),
+        ("recompute", 1.5, "1.5; expected a whole number"),
+        ("gate_bytes", 1e6, "1000000.0; expected a whole number"),
+        ("gate_bytes", "8MB", "'8MB'; expected a whole number"),
+        ("gate_bytes", -1, "-1; expected a whole number of 0 or more"),
+        ("block_elements", 1024.0, "1024.0; expected a whole number"),
+        ("clip_norm", "1", "'1'; expected a number or None"),
+        ("overlap_pull", "no", "'no'; expected True or False"),
+        ("allow_non_finite", "no", "'no'; expected True or False"),
+        ("aggregate_within", True, "True; expected text or None"),
+        ("name", 5, "5; expected text"),
+    ],
+)
+def test_an_option_of_another_kind(option: str, given: Any, expected: str) -> None:
+    options: Any = {option: given}
+    assert f"{option} is {expected}" in refused(TrainingOptions.of, options, ps.BSP())
+
+
+def test_a_layout_that_is_none() -> None:
+    sgd = ps.SGD(lr=0.1)
+    for layout in (10.0, None):
+        message = refused(table_spec, "t", layout, sgd, {})
+        assert f"the layout is {layout}; expected a number of elements, a shape, or" in message
+    message = refused(table_spec, "t", 10, sgd, {"gate_bytes": 1e6})
+    assert message == "gate_bytes is 1000000.0; expected a whole number of 0 or more"
+    for counted in (np.int64(6), [np.int64(2), 3], torch.Size([2, 3]), [("a", (np.int64(6),))]):
+        assert table_spec("t", cast(Any, counted), sgd, {}).element_count == 6
+    assert "staleness is 1.5; expected a whole number" in refused(ps.SSP, 1.5)
+
+
+@pytest.mark.parametrize("given", [None, 5, nn.Linear])
+def test_parameters_that_are_none(given: Any) -> None:
+    message = refused(named_groups, given)
+    words = "the class Linear" if given is nn.Linear else str(given)
+    assert message == f"expected a module, or its parameters or groups of them; got {words}"
 
 
 @pytest.mark.parametrize(
