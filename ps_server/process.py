@@ -83,6 +83,7 @@ _FAILED = 1
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run until told to stop, or until the cluster has finished. `arguments`: the command line."""
     settings = config.from_command_line(ServerConfig, parser(), arguments)
+    process_end.unwind_at_sigint()
     try:
         process_end.die_with_parent_if_asked(os.environ)
         process_end.forget_parent(os.environ)  # installed updates are a user's code

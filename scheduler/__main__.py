@@ -29,6 +29,7 @@ from ps_runtime.system.process_end import (
     REFUSED_EXIT_CODE,
     die_with_parent_if_asked,
     dies_with_parent,
+    unwind_at_sigint,
     wait_for_stop_signal,
 )
 from pushpull.v1 import scheduler_pb2
@@ -246,6 +247,7 @@ def main() -> None:
     that cannot be written or opened now, with status 1: another start may find it well.
     """
     settings = config.from_command_line(SchedulerConfig, parser())
+    unwind_at_sigint()
     try:
         die_with_parent_if_asked(os.environ)
         logs.configure("scheduler", settings.log_level, settings.log_format)

@@ -17,9 +17,10 @@ from typing import NoReturn
 
 import ps_core
 from ps_runtime.launch.role_environment import python_path
-from ps_runtime.system.process_end import end_at_sigterm_if_first
+from ps_runtime.system.process_end import end_at_sigint, end_at_sigterm_if_first
 
-ROLES = ("scheduler", "ps_server", "ps_worker")
+SERVING = ("scheduler", "ps_server")
+ROLES = (*SERVING, "ps_worker")
 
 
 def command_of(module: str, arguments: Sequence[str]) -> list[str]:
@@ -49,6 +50,8 @@ def main() -> None:
     """Run the module of the command line, as `python -m` would."""
     end_at_sigterm_if_first()  # a role imports for seconds before it handles signals itself
     _, module, *arguments = sys.argv
+    if module in SERVING:  # a worker's script handles its signals as any
+        end_at_sigint()
     if module in ROLES:
         claim(module)
     sys.argv[1:] = arguments

@@ -36,6 +36,22 @@ def end_at_sigterm_if_first() -> None:
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 
+def end_at_sigint() -> None:
+    """End at SIGINT with no traceback until `unwind_at_sigint`, unless it is ignored. Call it from
+    the main thread.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        is_first = os.getpid() == 1  # to which the kernel drops what nobody handles
+        end = signal.SIG_DFL if not is_first else lambda number, _: os._exit(128 + number)
+        signal.signal(signal.SIGINT, end)
+
+
+def unwind_at_sigint() -> None:
+    """SIGINT interrupts this process again, unless it is ignored."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @contextlib.contextmanager
 def unwound_by_sigterm() -> Iterator[None]:
     """SIGTERM ends this process as Ctrl-C does: folders are removed, and processes that it started

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from ps_runtime.launch import launcher as launching
 from ps_runtime.launch.launcher import Launcher, RoleCommand
+from ps_runtime.launch.role_entry import command_of
 from tests.integration.command_line import ROOT, environment
 
 pytestmark = pytest.mark.slow
@@ -152,3 +154,22 @@ def test_a_wrong_setting_is_one_line_and_names_the_remedy(started: Started) -> N
     assert "pushpull scheduler: error: 'workers' is not set; give --workers" in said
     assert len(said.splitlines()) == 2
     assert str(ROOT) not in said
+
+
+@pytest.mark.parametrize(("module", "imported"), [("scheduler", "grpc"), ("ps_server", "torch")])
+def test_a_role_that_is_interrupted_while_it_imports_says_nothing(
+    module: str, imported: str
+) -> None:
+    """As by Ctrl-C of `pushpull up` or `pushpull server` in their first seconds."""
+    python, *rest = command_of(module, ())
+    with subprocess.Popen(
+        [python, "-X", "importtime", *rest],
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as role:
+        assert role.stderr is not None
+        next(line for line in role.stderr if f" {imported}." in line)
+        role.send_signal(signal.SIGINT)
+        said = [line for line in role.stderr if not line.startswith("import time:")]
+    assert (role.returncode, said) == (-signal.SIGINT, [])
