@@ -462,6 +462,18 @@ def test_a_number_of_steps_that_no_heartbeat_has_is_refused(
     assert team.first.progress() == before
 
 
+def test_parameters_that_are_frozen_at_one_worker_alone_are_said_to_be(team: Team) -> None:
+    def made(client: ps.Client, *, is_frozen: bool) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        model[0].requires_grad_(not is_frozen)
+        ps.DistributedOptimizer(client, model, ps.SGD(lr=0.1), name="thawed")
+
+    by_rank = sorted((team.first, team.second), key=lambda client: client.rank)
+    made(by_rank[0], is_frozen=True)
+    with pytest.raises(ps.TableExists, match=r"If other parameters are frozen now .* freeze the"):
+        made(by_rank[1], is_frozen=False)
+
+
 def test_a_tables_name_is_no_handle(team: Team) -> None:
     client: Any = team.first
     values = full(4, 1.0)

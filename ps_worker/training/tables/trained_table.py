@@ -17,9 +17,11 @@ import torch
 
 from ps_core.errors import (
     GradientChangedAfterPush,
+    InvalidCheckpoint,
     InvalidConfig,
     InvalidTensor,
     PushpullError,
+    TableExists,
 )
 from ps_core.tables.elements import Codec, pack_presence, unpack_presence
 from ps_core.tables.optimizers import Hyperparameters
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
         PushResiduals,
         PushTicket,
         StepResult,
+        TableHandle,
     )
 
 _REMEDIES = (
@@ -62,6 +65,37 @@ _REMEDIES = (
     "hooks fire, give accumulate= the number of backward passes of a step, call zero_grad() only "
     "right after step(), and freeze with requires_grad_(False) what another loss passes through"
 )
+
+
+_FROZEN_THEN = (
+    "If other parameters are frozen now (requires_grad) than when the model's first optimizer was "
+    "made: freeze the same ones, make the optimizer, and then unfreeze them"
+)
+
+
+def _created(
+    client: Client, layout: FlatLayout, optimizer: ServerOptimizer, options: TrainingOptions
+) -> TableHandle:
+    try:
+        return client.create_table(
+            layout.table_name,
+            layout.shapes(),
+            optimizer=optimizer,
+            dtype=layout.dtype.value,
+            init=FromRank0(),
+            consistency=options.consistency,
+            reduction=options.reduction,
+            block_elements=options.block_elements,
+            allow_non_finite=options.allow_non_finite,
+            gate_bytes=options.gate_bytes,
+            kernels=options.kernels,
+            push_codec=options.push_codec,
+            pull_codec=options.pull_codec,
+        )
+    except (TableExists, InvalidCheckpoint) as error:
+        if not any(f"its {what}" in error.message for what in ("element_count", "tensors")):
+            raise
+        raise type(error)(f"{error.message}. {_FROZEN_THEN}") from None
 
 
 class TrainedTable:
@@ -86,21 +120,7 @@ class TrainedTable:
         self.group = group
         self.is_asleep = layout.is_frozen
         self.is_followed = False
-        self.handle = client.create_table(
-            layout.table_name,
-            layout.shapes(),
-            optimizer=optimizer,
-            dtype=layout.dtype.value,
-            init=FromRank0(),
-            consistency=options.consistency,
-            reduction=options.reduction,
-            block_elements=options.block_elements,
-            allow_non_finite=options.allow_non_finite,
-            gate_bytes=options.gate_bytes,
-            kernels=options.kernels,
-            push_codec=options.push_codec,
-            pull_codec=options.pull_codec,
-        )
+        self.handle = _created(client, layout, optimizer, options)
         self._client = client
         self.options = options
         self._is_outer = isinstance(optimizer, Outer)
