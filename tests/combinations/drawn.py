@@ -34,6 +34,8 @@ _OPTIMIZERS: tuple[ServerOptimizer, ...] = (
     ps.Outer(_ADAM, inner_steps=3, lr=0.9, momentum=0.0, nesterov=False, elastic=0.45),
 )
 
+_LOCAL = ps.Aggregate | ps.Add | ps.Outer
+
 _PUSH_CODECS = (
     "none",
     "bf16",
@@ -105,7 +107,10 @@ def drawn(seed: int) -> Drawn:
         steps = draw.sample(range(2, STEPS), count)
         return frozenset(steps if draw.random() < share else ())
 
-    workers = draw.choice((1, 2, 2, 3))
+    workers, optimizer = draw.choice((1, 2, 2, 3)), draw.choice(_OPTIMIZERS)
+    moves, is_local = isinstance(optimizer, ps.Add | ps.Outer), isinstance(optimizer, _LOCAL)
+    clip_norm = draw.choice((None, None, 0.5))
+    is_eager = draw.random() < 0.25 and not (moves or clip_norm)
     options: dict[str, Any] = {
         "block_elements": 64,
         "push_codec": draw.choice(_PUSH_CODECS) if draw.random() < 0.7 else "none",
@@ -115,21 +120,21 @@ def drawn(seed: int) -> Drawn:
         "kernels": draw.choice(("fast", "exact")),
         "buffers": draw.choice(("rank0", "rank0", "mean", None)),
         "accumulate": draw.choice((1, 1, 2)),
-        "clip_norm": draw.choice((None, None, 0.5)),
-        "mode": draw.choice(("sealed", "sealed", "sealed", "eager")),
-        "overlap_pull": draw.random() < 0.2,
+        "clip_norm": clip_norm,
+        "mode": "eager" if is_eager else "sealed",
+        "overlap_pull": draw.random() < 0.25 and not is_local,
     }
     begin = draw.randrange(1, STEPS - 2)
     return Drawn(
         seed,
         workers,
-        draw.choice(_OPTIMIZERS),
+        optimizer,
         options,
         frozen=range(begin, begin + draw.randrange(1, 5)) if draw.random() < 0.3 else range(0),
         edits=some(0.3),
         synchronizes=some(0.3),
         not_finite=some(0.5) if draw.random() < 0.3 else None,
-        has_rows=draw.random() < 0.25,
+        has_rows=draw.random() < 0.25 and not isinstance(optimizer, ps.Outer),
         trains_two=draw.random() < 0.2,
         parts=_parts(draw),
     )
