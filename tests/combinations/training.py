@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 import ps_worker as ps
-from ps_core.errors import InvalidConfig
+from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_runtime.launch.cluster_shape import CheckpointPlan, ClusterShape
+from ps_worker.client.checkpoints import CheckpointTicket
 from ps_worker.client.local_cluster import LocalCluster
 from tests.combinations.drawn import STEPS, Drawn, Part
 from tests.integration.replicated_cluster import Views
@@ -186,8 +187,16 @@ class _Run:
                 client.barrier()
                 ticket = client.checkpoint(f"after step {number}")
         if ticket is not None:
-            ticket.wait(DEADLINE_S)
+            self._saved(client, ticket)
         return history
+
+    def _saved(self, client: ps.Client, ticket: CheckpointTicket) -> None:
+        """Wait for the checkpoint. One that lost the killed server is made again."""
+        try:
+            ticket.wait(DEADLINE_S)
+        except InvalidCheckpoint:
+            assert self.part.loses
+            client.checkpoint("made again").wait(DEADLINE_S)
 
     def kill_one(self) -> None:
         """SIGKILL for a server, once each range has two holders."""
