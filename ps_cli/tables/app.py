@@ -18,9 +18,11 @@ from ps_cli.console.scheduler_query import (
     server_answers,
 )
 from ps_cli.tables.hot_rows import hot_rows_document, hot_rows_view
+from ps_cli.tables.new_settings import new_settings
 from ps_core.consistency import parsed
 from ps_core.errors import TableNotFound, listed
 from ps_core.runs import words
+from ps_core.tables.table import Table
 from ps_runtime.cluster import wire
 
 _NAMED_COUNT = 8
@@ -62,7 +64,7 @@ def tables_top(
     """
 
     async def show(output: Output) -> int:
-        names = await matching_tables(scheduler, table, run)
+        names, _ = await matching_tables(scheduler, table, run)
         answer = await first_status(scheduler)
         answers = await server_answers(answer)
         document = hot_rows_document(answer.response, answers, names, rows, run)
@@ -102,17 +104,19 @@ def tables_set(
 
     Every server changes at the same clock, which is printed. In a change from ssp or asp to bsp,
     workers that are ahead wait at that clock for the others. If a server does not answer in time,
-    the error names it; nothing has changed, unless it says that the change may still be made. For
-    the settings see docs/explanation/CONSISTENCY.md.
+    the error names it; nothing has changed, unless it says that the change may still be made. If
+    one of several tables cannot have the setting, none is changed. For the settings see
+    docs/explanation/CONSISTENCY.md.
 
     Example: `pushpull tables set 'model*' ssp:4 --scheduler 127.0.0.1:7000`
     """
 
     async def change(output: Output) -> int:
-        names = await matching_tables(scheduler, table, run)
-        setting = parsed(consistency).as_requested
+        wanted = parsed(consistency).as_requested
+        names, tables = await matching_tables(scheduler, table, run)
+        settings = new_settings(tables, names, wanted)
         async with operator_link(scheduler, QUERY_DEADLINE_S, run) as link:
-            for name in names:
+            for name, setting in settings.items():
                 made = await link.set_consistency(name, setting, after_clock, timeout)
                 output.say(f"{name}: {setting} from clock {made.after_clock + 1} on")
         return 0
@@ -120,16 +124,19 @@ def tables_set(
     guarded(change)
 
 
-async def matching_tables(scheduler: str, pattern: str, run: str) -> list[str]:
-    """The names of a run's tables that match a shell pattern; a name matches itself."""
+async def matching_tables(scheduler: str, pattern: str, run: str) -> tuple[list[str], list[Table]]:
+    """The names of a run's tables that match a shell pattern, and all tables of that run; a name
+    matches itself.
+    """
     response = (await first_status(scheduler)).response
-    names = [table.spec.name for table in response.view.tables if table.run == run]
+    tables = [wire.table_from_proto(each) for each in response.view.tables if each.run == run]
+    names = [table.spec.name for table in tables]
     found = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
     if not found:
         there = listed([f"'{name}'" for name in names], _NAMED_COUNT) or "no table"
         whose = words(run) if run or response.view.runs else "the cluster"
         raise TableNotFound(f"no table is '{pattern}'; {whose} has {there}")
-    return found
+    return found, tables
 
 
 async def list_tables(scheduler: str, output: Output) -> int:
