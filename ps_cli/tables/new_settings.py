@@ -25,10 +25,19 @@ def new_settings(
     buffers, get `wanted` without its policy for stale steps.
 
     Raises:
-        InvalidConfig: one of them cannot have it.
+        InvalidConfig: one of them cannot have it; or a late worker would skip steps on them that it
+            does not skip on rows of an Embedding.
     """
+    run = list(tables)
+    if wanted.backup_workers and (rows := next((t for t in run if t.spec.rows), None)):
+        raise InvalidConfig(
+            f"a table would be under {wanted}, and the run has rows of '{rows.spec.name}': a "
+            "worker whose step came too late would skip clocks that the rows do not, and all its "
+            "later steps would be discarded; expected bsp without backup workers, ssp or asp. "
+            f"{_UNCHANGED}"
+        )
     found = {}
-    for table in tables:
+    for table in run:
         if table.spec.name in names:
             found[table.spec.name] = _new_setting(table, wanted)
     return found

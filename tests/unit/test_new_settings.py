@@ -13,12 +13,13 @@ from ps_core.keys import TableId
 from ps_core.tables.elements import DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
-from ps_core.tables.table_spec import Reduction, TableSpec
+from ps_core.tables.table_spec import Reduction, RowsSpec, TableSpec
 
 SGD, ASSIGN = OptimizerSpec(OptimizerKind.SGD), OptimizerSpec(OptimizerKind.ASSIGN)
 MODEL = TableSpec(name="model/0/float32", dtype=DType.FLOAT32, element_count=64, optimizer=SGD)
 BUFFERS = replace(MODEL, name="model/buffers/float32", optimizer=ASSIGN, reduction=Reduction.SUM)
 MEAN = replace(BUFFERS, reduction=Reduction.MEAN)
+ROWS = replace(MODEL, name="users", rows=RowsSpec(8))
 
 
 def settings_of(text: str, *specs: TableSpec, names: str = "") -> dict[str, str]:
@@ -48,3 +49,11 @@ def test_a_mean_of_buffers_stays_under_bsp() -> None:
             settings_of(text, MODEL, MEAN)
     backup = "bsp:backup=1"
     assert settings_of(backup, MODEL, MEAN) == {MODEL.name: backup, MEAN.name: backup}
+
+
+@pytest.mark.parametrize("names", ["users", "model/0/float32"])
+def test_no_backup_workers_beside_rows(names: str) -> None:
+    """Every step of a worker that was late once would be discarded from then on."""
+    with pytest.raises(InvalidConfig, match=r"rows of 'users'.*No table has changed"):
+        settings_of("bsp:backup=1", MODEL, ROWS, names=names)
+    assert settings_of("ssp:2", MODEL, ROWS) == {MODEL.name: "ssp:2", ROWS.name: "ssp:2"}
