@@ -61,11 +61,13 @@ def rated(client: ps.Client, name: str, **options: Any) -> Rated:
 
 
 def wrapped(model: Rated, kind: str) -> nn.Module:
-    """The model as torch's wrappers have it; "mixed" has another dtype."""
+    """The model as torch's wrappers have it; "partly": one layer; "mixed" has another dtype."""
     if kind == "ddp":
         return DistributedDataParallel(model, find_unused_parameters=True)
     if kind == "fsdp":
         fully_shard(model)
+    if kind == "partly":
+        fully_shard(model.middle)
     if kind == "mixed":
         model.seldom = nn.Parameter(model.seldom.detach().double())
     return model
@@ -99,7 +101,7 @@ class Trainer:
     def __init__(self, client: ps.Client, kind: str, name: str, **options: Any) -> None:
         self.client, self.kind = client, kind
         self.model = rated(client, f"{name}/users", **options.pop("rows", {}))
-        if kind in ("ddp", "fsdp"):  # torch's wrappers need it
+        if kind in ("ddp", "fsdp", "partly"):  # torch's wrappers need it
             ps.HybridOptimizer.init_process_group(client)
         if client.rank != 0 and kind == "plain":
             nn.init.zeros_(self.model.head.weight)  # it begins with rank 0's

@@ -89,7 +89,7 @@ def assert_alike(all_found: list[Tensors]) -> None:
 
 
 @pytest.mark.parametrize("clip_norm", [pytest.param(None, marks=pytest.mark.thorough), 0.1])
-@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp", "partly"])
 def test_it_trains_as_one_process(workers: Workers, kind: str, clip_norm: float | None) -> None:
     name = f"{kind} {clip_norm}"
     rows = {} if clip_norm is None else {"cache_rows": 30}

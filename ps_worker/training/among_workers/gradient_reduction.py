@@ -60,6 +60,24 @@ def whole(tensor: Any) -> torch.Tensor:
     return found
 
 
+def clip_together(parameters: Iterable[torch.Tensor], max_norm: float) -> float:
+    """As torch's `clip_grad_norm_`, which refuses whole and sharded gradients beside each other.
+    Every worker calls it. Returns the norm.
+    """
+    own = [each for each in parameters if each.grad is not None]
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    for each in own:
+        by_mesh.setdefault(getattr(each.grad, "device_mesh", None), []).append(each)
+    if len(by_mesh) <= 1:
+        return float(whole(torch.nn.utils.clip_grad_norm_(own, max_norm)))
+    gradients = ([p.grad for p in some if p.grad is not None] for some in by_mesh.values())
+    parts = [float(whole(torch.nn.utils.get_total_norm(each))) for each in gradients]
+    norm = torch.linalg.vector_norm(torch.tensor(parts))
+    for some in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(some, max_norm, norm)
+    return float(norm)
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """The script's own module, which `torch.compile` or DistributedDataParallel has wrapped."""
     while True:

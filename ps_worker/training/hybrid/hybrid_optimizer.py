@@ -43,11 +43,11 @@ from ps_worker.spec.training_options import OptimizerOptions
 from ps_worker.steps.steps import StepResult
 from ps_worker.training.among_workers.gradient_reduction import (
     GradientReduction,
+    clip_together,
     is_sharded,
     own_part,
     reduced_elsewhere,
     unwrapped,
-    whole,
 )
 from ps_worker.training.among_workers.peers import Peers
 from ps_worker.training.among_workers.process_group import init_process_group
@@ -428,8 +428,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         reduced_elsewhere = (p for p in self._parameters() if p in self._elsewhere)
         multiply_gradients(reduced_elsewhere, scale.contribution_scale)
         if self._clip_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(self._parameters(), self._clip_norm)
-            self.gradient_norm = float(whole(norm))
+            self.gradient_norm = clip_together(self._parameters(), self._clip_norm)
 
     def _take(self) -> None:
         """Take the workers' half of the open step, once. A step that was refused stays open until
