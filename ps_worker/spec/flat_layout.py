@@ -228,6 +228,12 @@ def dtype_of(name: str, tensor: torch.Tensor) -> DType:
             f"parameter '{name}' is a lazy module's and has no shape yet; give the model one batch "
             "before its optimizer is made"
         )
+    if hasattr(tensor, "device_mesh"):
+        raise InvalidConfig(
+            f"parameter '{name}' is sharded (fully_shard), and the servers train whole tensors; "
+            "expected the plain module, or a HybridOptimizer, whose workers keep what is sharded: "
+            "fully_shard of the layers that are not in served="
+        )
     found = TABLE_DTYPE.get(tensor.dtype)
     if found is None or tensor.layout is not torch.strided:
         expected = ", ".join(map(str, TABLE_DTYPE))

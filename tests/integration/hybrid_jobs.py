@@ -152,6 +152,25 @@ def overflow(client: ps.Client, kind: str) -> tuple[list[Tensors], str, Tensors]
     return [before, after], said, trainer.values
 
 
+def refuse_wrapped(client: ps.Client) -> list[str]:
+    """What is said of parameters for the servers that torch's wrappers reduce or shard."""
+    ps.HybridOptimizer.init_process_group(client)
+    said = []
+    for kind in ("ddp", "partly"):
+        model = rated(client, f"refused {kind}/users")
+        local = local_optimizer(model.head.parameters())
+        served: Any = {"served": model.middle.parameters(), "server_optimizer": ps.SGD(lr=0.1)}
+        try:
+            ps.HybridOptimizer(client, wrapped(model, kind), local, name=kind, **served)
+        except ps.InvalidConfig as refused:
+            said.append(str(refused))
+    try:
+        ps.DistributedOptimizer(client, model.middle, ps.SGD(lr=0.1), name="refused shards")
+    except ps.InvalidConfig as refused:
+        said.append(str(refused))
+    return said
+
+
 def shares_data_out(client: ps.Client) -> list[str]:
     """What each use of data shards says: one begun before the HybridOptimizer, and both after."""
     dataset: Any = range(2 * IDS)

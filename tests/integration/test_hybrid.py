@@ -197,6 +197,14 @@ def test_what_is_wrong_is_refused(workers: Workers) -> None:
         )
 
 
+def test_what_wrappers_reduce_or_shard_is_not_for_the_servers(workers: Workers) -> None:
+    for reduced, sharded, alone in workers.run(jobs.refuse_wrapped):
+        for said in (reduced, sharded):
+            assert "are in DistributedDataParallel or fully_shard: middle.weight, middle.b" in said
+            assert "Expected a wrapper of the other layers alone" in said
+        assert "parameter 'weight' is sharded (fully_shard), and the servers train whole" in alone
+
+
 def test_groups_that_a_script_has_changed_are_refused(workers: Workers) -> None:
     for other, further, loaded, groups in workers.run(jobs.change_groups):
         assert "group 0 of 'HybridOptimizer' has another parameter at place 0" in other

@@ -201,8 +201,9 @@ def check_reduces_alone(groups: Iterable[Mapping[str, Any]], worker_count: int) 
         return
     ours = {id(parameter) for group in groups for parameter in group["params"]}
     for found in data_parallel_modules():
-        process_count = found.process_group.size()
-        if process_count > 1 and any(id(parameter) in ours for parameter in found.parameters()):
+        process_count, left_out = found.process_group.size(), found.parameters_to_ignore
+        named = found.module.named_parameters()
+        if process_count > 1 and any(id(p) in ours for name, p in named if name not in left_out):
             raise InvalidConfig(
                 f"the model is in DistributedDataParallel with {process_count} processes, and this "
                 f"is one of {worker_count} workers: gradients would be reduced twice, and a "

@@ -98,8 +98,8 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     Raises:
         InvalidConfig: there is nothing for the servers to train; or a parameter is in both halves;
-            or the process group is not the cluster's workers; or workers have other parameters, or
-            another order of them.
+            or one of `served` is in one of torch's wrappers; or the process group is not the
+            cluster's workers; or workers have other parameters, or another order of them.
         InvalidCheckpoint: the checkpoint that the cluster goes on from has other parameters, or
             none of the workers', or those of another step.
     """
@@ -129,6 +129,8 @@ class HybridOptimizer(torch.optim.Optimizer):
                 raise InvalidConfig(f"HybridOptimizer has no {name}=")
         options["buffers"] = None
         self._check(served, server_optimizer)
+        self._elsewhere = reduced_elsewhere(module)
+        self._check_wrapped(served)
         init_process_group(client)
         self._check_alike()
         self.servers = DistributedOptimizer(
@@ -139,7 +141,6 @@ class HybridOptimizer(torch.optim.Optimizer):
             **options,
         )
         self._served = set(served)
-        self._elsewhere = reduced_elsewhere(module) - self._served
         own = [each for each in self._parameters() if each not in self._elsewhere]
         self._reduced = set(own)
         self._reduction = GradientReduction(own, 1 + 2 * client.world_size, client.world_size)
@@ -228,6 +229,17 @@ class HybridOptimizer(torch.optim.Optimizer):
             raise InvalidConfig(
                 f"parameters of served are optimizer's, too: {listed(both, _SHOWN_COUNT)}; each "
                 "belongs in one of them"
+            )
+
+    def _check_wrapped(self, served: list[nn.Parameter]) -> None:
+        """Refuse served parameters that torch's wrappers reduce or shard."""
+        names = {p: plain_name(name) for name, p in self._module.named_parameters()}
+        wrapped = [names.get(each, "?") for each in served if each in self._elsewhere]
+        if wrapped:
+            raise InvalidConfig(
+                f"parameters of served are in DistributedDataParallel or fully_shard: "
+                f"{listed(wrapped, _SHOWN_COUNT)}; the servers train whole tensors, and reduce "
+                "their gradients. Expected a wrapper of the other layers alone"
             )
 
     def _check_alike(self) -> None:
