@@ -88,7 +88,8 @@ def pull_model(
         name: the optimizer's name.
         consistent: the state after the same step in every table. Under SSP workers that are ahead
             wait for a moment; under ASP there is no such state. Until a change of the setting is in
-            effect, workers wait as under SSP. With False each table is pulled at its newest state.
+            effect, workers wait as under SSP. Parameters that were unfrozen since the optimizer was
+            made are of their newest step. With False each table is pulled at its newest state.
         timeout_s: None means the client's request_deadline_s.
 
     Returns:
