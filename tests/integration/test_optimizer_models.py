@@ -93,6 +93,22 @@ def test_groups_have_their_own_numbers_and_may_be_added(
     check_equal(evaluated, model)
 
 
+@pytest.mark.parametrize(("at_first", "later"), [("bsp", "asp"), ("asp", "bsp")])
+def test_a_group_begins_as_the_setting_has_it_that_others_have_changed(
+    client: ps.Client, at_first: str, later: str
+) -> None:
+    """By `pushpull tables set`: workers at other clocks would each make a table of their own."""
+    model, name = seeded(Branched), f"changed to {later}"
+    optimizer = ps.DistributedOptimizer(
+        client, model.first.parameters(), ps.SGD(lr=0.1), name=name, consistency=at_first
+    )
+    client.set_consistency(f"{name}/0/float32", later)
+    train(model, optimizer, *batches(2))
+    optimizer.add_param_group({"params": model.last.parameters()})
+    begun = {"asp": f"{name}/1/float32", "bsp": f"{name}/1@2/float32"}
+    assert optimizer.trained_model.tables[-1].name == begun[later]
+
+
 def test_frozen_parameters_rest_until_they_are_unfrozen(
     client: ps.Client, reader: ps.Client
 ) -> None:
