@@ -197,6 +197,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         WaitExpired: rank 0 or servers are missing.
     """
 
+    _keeps_own_buffers = True
+    """Checkpoints have the module's buffers where workers do not share them."""
+
     _step_supports_amp_scaling = True
     """`torch.amp.GradScaler` then leaves unscaling and skipping to `step`, by `grad_scale` and
     `found_inf`."""
@@ -259,7 +262,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._own_state = OptimizerState(self, self._model.aggregates, self._tables)
         client.attach_state(f"optimizer/{checked.name}", self._own_state)
         shared = None if checked.buffers is None else self._module
-        if checked.buffers is None and self._module is not None:
+        if checked.buffers is None and self._module is not None and self._keeps_own_buffers:
             own = OwnBuffers(self._module)
             client.attach_state(f"buffers/{checked.name}", own, per_rank=True)
         self._inner_steps_state = InnerStepsState(self._model, shared)

@@ -66,6 +66,12 @@ from ps_worker.training.tables.step_scale import StepScale, amp_scale_of, forget
 _SHOWN_COUNT = 5
 
 
+class _ServedHalf(DistributedOptimizer):
+    """The optimizer of what the servers train; the workers' half has the buffers."""
+
+    _keeps_own_buffers = False
+
+
 class HybridOptimizer(torch.optim.Optimizer):
     """Trains a module in two halves: its Embeddings on the servers, its parameters at the workers,
     which reduce their gradients among themselves with torch.distributed.
@@ -133,7 +139,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         self._check_wrapped(served)
         init_process_group(client)
         self._check_alike()
-        self.servers = DistributedOptimizer(
+        self.servers = _ServedHalf(
             client,
             served,
             server_optimizer or SGD(lr=0.0),
