@@ -679,7 +679,7 @@ class Client:
             loss: the last loss; a one-element tensor will do. An adaptive bound of staleness uses
                 it.
             planned_steps: the number of steps that the script plans.
-            step_count: the number taken; by default the highest clock of its tables.
+            step_count: the number taken; by default inner steps (`Outer`), or the highest clock.
             quality: at the end of training, measures of the model by name, such as
                 {"test accuracy": 0.97}. `compare` takes those of the worker whose last step ended
                 last: without a barrier the others' models lack steps.

@@ -37,6 +37,8 @@ class Counters:
     pulled_bytes: int = 0
     unchanged_bytes: int = 0
     finished_step_count: int = 0
+    inner_step_count: int = 0
+    """Of a model with `Outer`, from its first clock on."""
     reported_step_count: int | None = None
     loss: float | None = None
     losses: LossTotals = NO_LOSSES
@@ -63,9 +65,12 @@ class Counters:
 
     @property
     def step_count(self) -> int:
-        """The steps that the script reported, else the highest clock committed on any table."""
-        reported = self.reported_step_count
-        return self.finished_step_count if reported is None else reported
+        """The steps that the script reported, else the inner steps of a model with `Outer`, or the
+        highest clock committed on any table.
+        """
+        if self.reported_step_count is not None:
+            return self.reported_step_count
+        return max(self.finished_step_count, self.inner_step_count)
 
     @property
     def waiting_for(self) -> str:

@@ -15,11 +15,19 @@ class InnerSteps:
         per_clock: the inner steps of an outer step.
         taken: those since the last outer step.
         has_kept: the servers have not taken all of the last outer step.
+        script_count: those of the script, before a checkpoint that it goes on from as far as clocks
+            tell; 0: none.
     """
 
     per_clock: int = 1
     taken: int = 0
     has_kept: bool = False
+    script_count: int = 0
+
+    def take(self, clock: int) -> None:
+        """Count one, of a worker at `clock`."""
+        self.taken += 1
+        self.script_count = self.script_count + 1 if self.script_count else self.at(clock)
 
     @property
     def have_moved(self) -> bool:

@@ -499,8 +499,9 @@ class TrainedModel:
         scale = scaled_step(self, scale, groups)
         if self.inner is not None and not scale.skip:
             self.inner.step()
-        self.inner_steps.taken += 1
+        self.inner_steps.take(self.clock)
         self._client.engine.steps.inner_count += 1
+        self._client.engine.counters.inner_step_count = self.inner_steps.script_count
         self._untold = self._untold or refused_inner_step(scale.problem)
 
     # --- edits
