@@ -103,6 +103,7 @@ class RunFigures:
 
 def figures_of(records: Sequence[WorkerRecord]) -> RunFigures:
     steps = [step for record in records for step in record.steps]
+    own = [step for step in steps if not step.is_early]
     losses = [entry for record in records for entry in record.losses]
     staleness = Counter(step.staleness for step in steps if step.staleness is not None)
     began = [one.steps[0].ended_s - one.steps[0].duration_s for one in records if one.steps]
@@ -110,13 +111,13 @@ def figures_of(records: Sequence[WorkerRecord]) -> RunFigures:
     ended_s = max((step.ended_s for step in steps), default=began_s)
     return RunFigures(
         time_s=ended_s - began_s,
-        step_count=len(steps),
-        applied_count=sum(step.applied and not step.discarded for step in steps),
+        step_count=len(own),
+        applied_count=sum(step.applied and not step.discarded for step in own),
         quality=_quality(records),
         staleness=dict(sorted(staleness.items())),
         rejected_count=sum(step.rejected for step in steps),
         discarded_count=sum(step.discarded for step in steps),
-        skipped_count=sum(not step.applied for step in steps),
+        skipped_count=sum(not step.applied for step in own),
         pushed_bytes=sum(record.pushed_bytes for record in records),
         pulled_bytes=sum(record.pulled_bytes for record in records),
         workers=tuple(_worker_time(record) for record in records),
@@ -135,7 +136,8 @@ def _quality(records: Iterable[WorkerRecord]) -> dict[str, float | None]:
 
 def _worker_time(record: WorkerRecord) -> WorkerTime:
     times_s = (sum(getattr(step, phase) for step in record.steps) for phase in PHASE_TIMES)
-    return WorkerTime(record.rank, len(record.steps), *times_s)
+    count = sum(not step.is_early for step in record.steps)
+    return WorkerTime(record.rank, count, *times_s)
 
 
 def _curve(losses: Sequence[LossEntry], place: Callable[[LossEntry], float]) -> tuple[Point, ...]:

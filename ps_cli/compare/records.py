@@ -27,7 +27,8 @@ class TableEntry:
 @dataclass(frozen=True, slots=True)
 class StepEntry:
     """One step; `ended_s` is on the host's monotonic clock, and `staleness` is None if the step
-    pushed nothing (an inner step).
+    pushed nothing (an inner step). `is_early`: an outer step beside the script's own, whose moves
+    the inner steps were.
     """
 
     ended_s: float
@@ -39,6 +40,7 @@ class StepEntry:
     rejected: int
     discarded: bool
     applied: bool
+    is_early: bool = False
 
     @property
     def duration_s(self) -> float:
@@ -93,7 +95,8 @@ def _read(path: Path) -> WorkerRecord | None:
         if line["kind"] == "step":
             steps.append(StepEntry(at_s, *(line[name] for name in _STEP_FIELDS)))
             if "loss" in line:
-                losses.append(LossEntry(len(steps), at_s, line["loss"]))
+                count = sum(not step.is_early for step in steps)
+                losses.append(LossEntry(count, at_s, line["loss"]))
         elif line["kind"] == "report":
             losses.append(LossEntry(line["clock"], at_s, line["loss"]))
         elif line["kind"] == "table":

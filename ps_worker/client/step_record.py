@@ -50,6 +50,7 @@ class StepLine:
         rejected: the number of blocks that were too stale.
         discarded: some range of a table was updated without the step.
         applied: False if the step was skipped (a gradient that is not finite).
+        is_early: it is an outer step that `synchronize` took, and no step of the script.
     """
 
     clock: int
@@ -61,6 +62,7 @@ class StepLine:
     rejected: int
     discarded: bool
     applied: bool
+    is_early: bool = False
 
 
 _begun: set[Path] = set()

@@ -77,8 +77,8 @@ class StepTimes:
             )
         )
 
-    def ended(self) -> None:
-        """The parameters are here."""
+    def ended(self, *, is_early: bool = False) -> None:
+        """The parameters are here. `is_early`: as in `StepLine`."""
         computed_from_s, self._ended_s = self._ended_s, now_s()
         # A skipped step's blocks may have been refused; the optimizer raises that.
         futures = [ticket.future for ticket in self._tickets if ticket.done()]
@@ -101,6 +101,7 @@ class StepTimes:
                 rejected=sum(len(result.rejected) for result in results),
                 discarded=any(result.discarded for result in results),
                 applied=all(result.applied for result in results),
+                is_early=is_early,
             )
         )
         self._tickets = ()

@@ -91,6 +91,7 @@ class _SealedStep:
     edited: Edited = field(default_factory=dict)
     is_edit: bool = False
     is_staged: bool = False  # it is an edit that a later one puts in place
+    is_early: bool = False  # an outer step that `synchronize` takes
     refused: EditRefused | None = None  # the error, if the edit was refused
     is_taken_over: bool = False  # its result was written into the parameters
     marks: GradientMarks | None = None  # of its gradients, if hooks do not tell of all
@@ -274,7 +275,7 @@ class TrainedModel:
         self.outer_steps.merge()
         self.outer_steps.choose(self.clock, is_whole=True)
         self._sealed = self._seal(self._groups, StepScale(skip=not takes_part), None)
-        self._sealed.has_gradients = self._is_hooked
+        self._sealed.has_gradients, self._sealed.is_early = self._is_hooked, True
 
     def _wait_pending(self) -> None:
         for part in self._parts:
@@ -723,7 +724,7 @@ class TrainedModel:
             if sealed.is_edit:
                 self._ended_edit(sealed)
             else:
-                self._times.ended()
+                self._times.ended(is_early=sealed.is_early)
                 self._untold = skipped_step(sealed.problem, self.options) or self._untold
         self._end_refused(sealed)
         if not sealed.is_edit:

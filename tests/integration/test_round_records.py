@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import ps_worker as ps
+from ps_cli.compare.figures import figures_of
+from ps_cli.compare.records import read_records
 from ps_worker.training.step_times import StepTimes
 
 
@@ -88,3 +91,24 @@ def test_a_recorded_worker_may_take_data_in_shards(tmp_path: Path) -> None:
         StepTimes(client)
         shards = client.data_shards(4, shard_size=2)
         assert sorted(shards.ranges()) == [(0, 2), (2, 4)]
+
+
+def test_an_early_outer_step_is_said_to_be_one(tmp_path: Path) -> None:
+    """`pushpull compare` counts the inner steps, and their losses at these."""
+    weights = torch.nn.Parameter(torch.ones(64))
+    outer = ps.Outer(partial(torch.optim.SGD, lr=0.1), inner_steps=2)
+    with (
+        ps.local_cluster(servers=1, workers=1) as cluster,
+        ps.connect(cluster.address, rank=0, record=str(tmp_path)) as client,
+    ):
+        optimizer = ps.DistributedOptimizer(client, [weights], outer, name="outer")
+        for _ in range(3):
+            weights.grad = torch.ones(64)
+            optimizer.step()
+        optimizer.synchronize()
+        client.report(loss=2.0)
+    (record,) = read_records(tmp_path)
+    assert [step.is_early for step in record.steps] == [False, False, False, True]
+    assert [step.staleness is None for step in record.steps] == [True, False, True, False]
+    assert [loss.step for loss in record.losses] == [3]
+    assert figures_of([record]).step_count == 3

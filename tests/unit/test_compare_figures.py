@@ -60,6 +60,18 @@ def test_only_steps_that_were_applied_count_in_the_rate() -> None:
     assert figures.steps_per_s == pytest.approx(1.0)
 
 
+def test_an_early_outer_step_takes_time_and_is_no_step_of_the_script() -> None:
+    """The inner steps whose moves it pushes have been counted."""
+    inner = replace(step(1.0, None), applied=True, discarded=False)
+    early = replace(step(3.0, 4), is_early=True)
+    figures = figures_of([worker(0, (inner, early))])
+    counts = figures.step_count, figures.applied_count, figures.workers[0].step_count
+    assert counts == (1, 1, 1)
+    assert figures.skipped_count == 0
+    assert figures.time_s == pytest.approx(3.0)
+    assert (figures.staleness, figures.workers[0].commit_s) == ({4: 1}, pytest.approx(0.6))
+
+
 def test_waiting_is_the_share_of_commit_and_read() -> None:
     figures = figures_of([worker(0, (step(1.0), step(2.0, read_s=1.1)))])
     assert figures.workers[0].total_s == pytest.approx(3.0)
