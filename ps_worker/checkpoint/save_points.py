@@ -141,6 +141,17 @@ class Scheduler(Protocol):
     def report_part(self, number: int, part: PartReport) -> None: ...
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Asked:
+    """A script's call for a checkpoint, at these clocks, when it had that of number `had`; `number`
+    is the first that was cut since and has all steps of before the call, or 0.
+    """
+
+    had: int
+    clocks: Mapping[TableId, int]
+    number: int = 0
+
+
 Write = Callable[[Checkpoint, int, Mapping[str, Mapping[str, Any]]], Callable[[], PartReport]]
 """Copies the states of a checkpoint at a clock; the result writes the copy to its file."""
 
@@ -179,6 +190,7 @@ class SavePoints:
         self._answered_first = 0  # the first that it answered since the script began to rest
         self._saved = 0  # the newest that was written, or lost
         self._had = 0  # the newest that the script has asked for
+        self._asked: weakref.WeakSet[_Asked] = weakref.WeakSet()  # calls that are not answered
         self._cut: ClusterView | None = None  # the newest view with a checkpoint that is cut
         self._yes = dict.fromkeys(Question, 0)  # the newest checkpoint with a positive answer
         self._asked_s = dict.fromkeys(Question, 0.0)  # the time of the last question
@@ -263,6 +275,8 @@ class SavePoints:
             checkpoint = view.checkpoint
             if checkpoint is not None and checkpoint.is_cut:
                 self._cut = view
+                for asked in self._asked:
+                    asked.number = asked.number or self._covering(asked)
             elif checkpoint is not None and checkpoint.number > self._answered:
                 self._answered = checkpoint.number
                 self._answered_first = self._answered_first or checkpoint.number
@@ -381,29 +395,38 @@ class SavePoints:
 
     def asks(self) -> Callable[[], tuple[int, int]]:
         """The script asks for a checkpoint now. The result gives, until the script has it, the
-        number of one that will do, and of the newest view. Such a checkpoint has all steps of this
-        worker, which trains every table, and its script had not asked for it before; 0: none.
+        number of one that will do, and of the newest view. Such a checkpoint has all steps that
+        this worker, which trains every table, has taken until now, however many it has taken when
+        the result is called, and its script had not asked for it before; 0: none. Called again, it
+        gives another one: that has failed.
         """
         with self._changed:
-            self._has_begun, had = True, self._had
+            self._has_begun = True
+            clocks = {handle.table.table_id: handle.clock for handle in self._handles()}
+            asked = _Asked(self._had, clocks)
+            asked.number = self._covering(asked)
+            self._asked.add(asked)
 
         def covered_by() -> tuple[int, int]:
             with self._changed:
-                number = self._covered_by(had)
-                self._had = max(self._had, number)
-                return number, 0 if self._view is None else self._view.view_number
+                if 0 < asked.number <= asked.had:
+                    asked.number = self._covering(asked)
+                asked.had = max(asked.had, asked.number)
+                self._had = max(self._had, asked.number)
+                return asked.number, 0 if self._view is None else self._view.view_number
 
         return covered_by
 
-    def _covered_by(self, had: int) -> int:
+    def _covering(self, asked: _Asked) -> int:
+        """The newest checkpoint that is cut, if it will do; else 0."""
         view, checkpoint = self._cut, None if self._cut is None else self._cut.checkpoint
-        if view is None or checkpoint is None or checkpoint.number <= had:
+        if view is None or checkpoint is None or checkpoint.number <= asked.had:
             return 0
         handles = {handle.table.table_id: handle for handle in self._handles()}
         for table in view.tables:
             handle = handles.get(table.table_id)
             cut = None if handle is None else cut_clock(view, handle, checkpoint.number)
-            if handle is None or cut is None or handle.clock > cut:
+            if handle is None or cut is None or asked.clocks.get(table.table_id, 0) > cut:
                 return 0
         return checkpoint.number
 

@@ -164,6 +164,32 @@ def test_one_that_was_cut_while_it_was_asked_for_will_do(worker: Worker) -> None
     assert covered_by(worker) == 0, "the script has it now"
 
 
+def test_one_with_all_steps_of_before_the_call_will_do_however_late_that_is_looked_at(
+    worker: Worker,
+) -> None:
+    """The request is made, or repeated, on another thread; the script goes on meanwhile."""
+    worker.step()
+    found = worker.points.asks()
+    assert found()[0] == 0
+    asking = Resting(lambda: worker.points.rest(lambda: False))
+    worker.propose()
+    worker.cut(1)
+    assert asking.is_over()
+    worker.step()
+    worker.propose(2)
+    worker.cut(2, number=2)
+    assert found()[0] == 1
+
+
+def test_one_that_failed_will_not_do(worker: Worker) -> None:
+    """It is asked for again, and the next one is cut meanwhile."""
+    found = worker.points.asks()
+    for number in (1, 2):
+        worker.propose(number)
+        worker.cut(0, number=number)
+    assert [found()[0] for _ in range(3)] == [1, 2, 0]
+
+
 def test_a_checkpoint_with_all_its_steps_will_do_once(worker: Worker) -> None:
     worker.step()
     worker.points.reach()
