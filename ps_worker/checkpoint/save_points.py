@@ -143,12 +143,13 @@ class Scheduler(Protocol):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Asked:
-    """A script's call for a checkpoint, at these clocks, when it had that of number `had`; `number`
-    is the first that was cut since and has all steps of before the call, or 0.
+    """A script's call for a checkpoint, after these steps, when it had that of number `had`;
+    `number` is the first that was cut since and has all of them, or 0.
     """
 
     had: int
     clocks: Mapping[TableId, int]
+    steps: Mapping[TableId, int]  # with the inner ones, which only the worker's own state has
     number: int = 0
 
 
@@ -189,6 +190,7 @@ class SavePoints:
         self._answered = 0  # the newest checkpoint that this worker has answered
         self._answered_first = 0  # the first that it answered since the script began to rest
         self._saved = 0  # the newest that was written, or lost
+        self._saved_steps: dict[TableId, int] = {}  # those taken then
         self._had = 0  # the newest that the script has asked for
         self._asked: weakref.WeakSet[_Asked] = weakref.WeakSet()  # calls that are not answered
         self._cut: ClusterView | None = None  # the newest view with a checkpoint that is cut
@@ -403,7 +405,7 @@ class SavePoints:
         with self._changed:
             self._has_begun = True
             clocks = {handle.table.table_id: handle.clock for handle in self._handles()}
-            asked = _Asked(self._had, clocks)
+            asked = _Asked(self._had, clocks, self._step_counts())
             asked.number = self._covering(asked)
             self._asked.add(asked)
 
@@ -428,7 +430,13 @@ class SavePoints:
             cut = None if handle is None else cut_clock(view, handle, checkpoint.number)
             if handle is None or cut is None or asked.clocks.get(table.table_id, 0) > cut:
                 return 0
+        saved = self._saved_steps if checkpoint.number == self._saved else asked.steps
+        if any(steps > saved.get(table_id, 0) for table_id, steps in asked.steps.items()):
+            return 0
         return checkpoint.number
+
+    def _step_counts(self) -> dict[TableId, int]:
+        return {handle.table.table_id: handle.step_count for handle in self._handles()}
 
     def stay(self, is_over: Callable[[], bool], within_s: float) -> None:
         """The script takes no step until `is_over`, whatever it has answered before; checkpoints
@@ -606,7 +614,7 @@ class SavePoints:
         return handle.step_count - passed
 
     def _go_on(self) -> None:
-        self._passed |= {handle.table.table_id: handle.step_count for handle in self._handles()}
+        self._passed |= self._step_counts()
         self._is_resting = False
 
     def _is_decided(self) -> bool:
@@ -655,7 +663,7 @@ class SavePoints:
                     "checkpoint_state_late",
                     number=checkpoint.number, table=handle.name, cut=cut, state=handle.clock,
                 )  # fmt: skip
-        self._saved = checkpoint.number
+        self._saved, self._saved_steps = checkpoint.number, self._step_counts()
         return checkpoint, {handle.table.table_id: handle.clock for handle in cuts}
 
     def _clock_of_cut(self, view: ClusterView, handle: TableHandle, checkpoint: int) -> int | None:

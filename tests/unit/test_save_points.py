@@ -12,6 +12,7 @@ from ps_core.change import Checkpoint, TableChange
 from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig, WaitExpired
 from ps_core.manifest import PartReport, ReportedTable
+from ps_worker.steps.inner_steps import InnerSteps
 from tests.unit.saving_worker import WAIT_S, A, B, Resting, State, Worker, clocks_of
 
 
@@ -179,6 +180,18 @@ def test_one_with_all_steps_of_before_the_call_will_do_however_late_that_is_look
     worker.propose(2)
     worker.cut(2, number=2)
     assert found()[0] == 1
+
+
+@pytest.mark.parametrize("taken", [2, 3])
+def test_one_whose_state_lacks_inner_steps_will_not_do(worker: Worker, taken: int) -> None:
+    """They have no clock, so the cut says nothing of them."""
+    worker.handles[A].inner_steps = inner = InnerSteps(per_clock=10, taken=2)
+    worker.propose()
+    worker.cut(0)
+    worker.points.reach()
+    assert [number for number, _ in worker.report()] == [1]
+    inner.taken = taken
+    assert covered_by(worker) == (1 if taken == 2 else 0)
 
 
 def test_one_that_failed_will_not_do(worker: Worker) -> None:
