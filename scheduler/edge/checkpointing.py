@@ -553,12 +553,14 @@ class Checkpointing:
 
     async def close(self, *, goes_on: bool) -> None:
         """Wait for running file operations, and remove the state of workers that left, unless the
-        cluster goes on with another scheduler.
+        cluster goes on with another scheduler: also of those that had left before a restore.
         """
         self._closing.set()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._remove_given_up()
-        if self._cluster.checkpoints.has_left_parts and not goes_on:
+        is_restored = bool(self._cluster.settings.left_timelines)
+        may_be_there = self._cluster.checkpoints.has_left_parts or is_restored
+        if may_be_there and self.left_url and not goes_on:
             await self._remove(self.left_url)
 
 

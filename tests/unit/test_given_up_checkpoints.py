@@ -152,6 +152,27 @@ def test_a_restore_leaves_no_file_of_one_that_was_under_way(tmp_path: Path) -> N
     asyncio.run(live())
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_restored_cluster_ends_with_the_states_of_those_who_had_left_before(
+    tmp_path: Path, *, goes_on: bool
+) -> None:
+    """None of its own workers has left in order."""
+    harness = Harness(checkpoint_url=str(tmp_path), server_count=1, worker_count=1)
+
+    async def live() -> None:
+        before = edge(harness.cluster)
+        settings = harness.cluster.in_new_timeline(None, b"n" * 16, b"k" * 32)
+        left = tmp_path / before.left_url.rpartition("/")[2]
+        left.mkdir()
+        (left / "worker-0-1.safetensors").write_bytes(b"state")
+        after = edge(Cluster(settings, 100.0), before.end())
+        assert after.left_url == before.left_url
+        await after.close(goes_on=goes_on)
+        assert left.exists() == goes_on
+
+    asyncio.run(live())
+
+
 def test_a_manifest_that_a_restore_overtakes_and_that_fails_leaves_nothing(tmp_path: Path) -> None:
     async def live() -> None:
         checkpointing = edge(Harness(checkpoint_url=str(tmp_path)).cluster)
