@@ -188,11 +188,11 @@ class SavePoints:
         self._took: dict[TableId, int] = {}  # steps from the save point before it
         self._view: ClusterView | None = None
         self._answered = 0  # the newest checkpoint that this worker has answered
-        self._answered_first = 0  # the first that it answered since the script began to rest
         self._saved = 0  # the newest that was written, or lost
         self._saved_steps: dict[TableId, int] = {}  # those taken then
         self._had = 0  # the newest that the script has asked for
         self._asked: weakref.WeakSet[_Asked] = weakref.WeakSet()  # calls that are not answered
+        self._newest: _Asked | None = None  # the newest call
         self._cut: ClusterView | None = None  # the newest view with a checkpoint that is cut
         self._yes = dict.fromkeys(Question, 0)  # the newest checkpoint with a positive answer
         self._asked_s = dict.fromkeys(Question, 0.0)  # the time of the last question
@@ -281,7 +281,6 @@ class SavePoints:
                     asked.number = asked.number or self._covering(asked)
             elif checkpoint is not None and checkpoint.number > self._answered:
                 self._answered = checkpoint.number
-                self._answered_first = self._answered_first or checkpoint.number
                 self._join()
             self._changed.notify_all()
 
@@ -384,7 +383,7 @@ class SavePoints:
         """As `reach`; also waits for a checkpoint about to be proposed, to its cut or `is_over`."""
         with self._changed:
             self._arrive()
-            answered, self._answered_first = self._answered, 0
+            answered = self._answered
 
         def ends() -> bool:
             has_begun = self._checkpoint is not None or self._answered != answered
@@ -392,8 +391,8 @@ class SavePoints:
 
         self._rest(ends)
         with self._changed:
-            # Others may have asked for another before this thread went on.
-            self._had = max(self._had, self._answered_first)
+            # Not the newest: others may have asked for another before this thread went on.
+            self._had = max(self._had, 0 if self._newest is None else self._newest.number)
 
     def asks(self) -> Callable[[], tuple[int, int]]:
         """The script asks for a checkpoint now. The result gives, until the script has it, the
@@ -408,6 +407,7 @@ class SavePoints:
             asked = _Asked(self._had, clocks, self._step_counts())
             asked.number = self._covering(asked)
             self._asked.add(asked)
+            self._newest = asked
 
         def covered_by() -> tuple[int, int]:
             with self._changed:

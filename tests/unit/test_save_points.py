@@ -214,6 +214,7 @@ def test_a_checkpoint_with_all_its_steps_will_do_once(worker: Worker) -> None:
 
 
 def test_one_that_the_script_has_asked_for_will_not_do_again(worker: Worker) -> None:
+    worker.points.asks()
     asking = Resting(lambda: worker.points.rest(lambda: False))
     worker.propose()
     worker.cut(0)
@@ -223,12 +224,33 @@ def test_one_that_the_script_has_asked_for_will_not_do_again(worker: Worker) -> 
 
 def test_the_next_one_is_not_taken_for_that_which_the_script_asked_for(worker: Worker) -> None:
     """Others ask for it before the script's thread goes on from the first."""
+    worker.points.asks()
     asking = Resting(lambda: worker.points.rest(lambda: False))
     with worker.points._changed:  # it gets no turn
         for number in (1, 2):
             worker.propose(number)
             worker.cut(0, number=number)
     assert asking.is_over()
+    assert covered_by(worker) == 2
+
+
+def test_nor_is_the_next_one_if_the_first_was_answered_before_the_script_asked(
+    worker: Worker,
+) -> None:
+    """Another worker has the first, and asks after its next step (SSP)."""
+    worker.points.reach()
+    worker.propose(1)
+    worker.step()
+    worker.cut(1, number=1)
+    assert covered_by(worker) == 1
+
+    def another_asks() -> bool:
+        worker.propose(2)
+        worker.cut(2, number=2)
+        return True
+
+    worker.points.rest(another_asks)
+    worker.step()
     assert covered_by(worker) == 2
 
 
