@@ -124,8 +124,9 @@ class ClusterOptions:
         str,
         typer.Option(
             metavar="N|TIME",
-            help="Make a checkpoint every N steps or every TIME (60s, 5m, 1h). Without it: at the "
-            "end, and when `pushpull checkpoint create` or the script asks.",
+            help="Make a checkpoint every N steps (ps.Outer: outer steps) or every TIME (60s, "
+            "5m, 1h). Without it: at the end, and when `pushpull checkpoint create` or the "
+            "script asks.",
         ),
     ] = ""
     checkpoint_keep: Annotated[
