@@ -132,13 +132,16 @@ class ClientCheckpoints:
 
     def restored_states(self, name: str) -> dict[int, Any]:
         """The attached state of this name of each worker in the checkpoint that the cluster was
-        started from, by rank; without tensors. Reads the checkpoint.
+        started from, by rank; without tensors. Reads the checkpoint, and warns if it has none.
         """
         if not self.restored_from or self._engine.is_late_joiner or self.imported is not None:
             return {}
         from ps_worker.checkpoint.saved_states import states_of_all
 
-        return states_of_all(self.restored_from, name)
+        found = states_of_all(self.restored_from, name)
+        if not found:
+            self._tell_missing(name)
+        return found
 
     @property
     def imported(self) -> Imported | None:

@@ -185,9 +185,13 @@ def test_a_state_of_each_worker_that_the_checkpoint_lacks_is_told(
         client = client.restore(made.url)
         for name in ("there", "not there"):
             client.attach_state(name, Position(), per_rank=True)
+        ps.DistributedSampler(client, 8, name="sampler")
         client.close()
     told = [r.getMessage() for r in caplog.records if "state_not_in_checkpoint" in r.getMessage()]
-    assert told == [f'event=state_not_in_checkpoint name="not there" url={made.url}']
+    assert told == [
+        f"event=state_not_in_checkpoint name={name} url={made.url}"
+        for name in ('"not there"', "sampler")
+    ]
 
 
 @pytest.mark.thorough
