@@ -26,7 +26,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from google.protobuf.json_format import MessageToDict
@@ -94,6 +94,14 @@ _CREATED = "%Y-%m-%dT%H:%M:%SZ"  # form of a manifest's `created`
 _POLL_S = 0.02  # interval of the check for the end of a checkpoint, in seconds
 
 
+@dataclass(slots=True, eq=False)
+class _Waits:
+    """A call of a node that waits for the checkpoint of that number; 0: for the next one."""
+
+    node_id: NodeId | None
+    number: int = 0
+
+
 class Checkpointing:
     """The checkpoints of one cluster. Belongs to the scheduler's event loop; `carry_out` logs and
     publishes a decision of the machine.
@@ -125,6 +133,7 @@ class Checkpointing:
         self._carry_out = carry_out
         # By number: the answer to those who asked, or why there is none.
         self._made: dict[int, scheduler_pb2.CreateCheckpointResponse | str] = {}
+        self._waits: set[_Waits] = set()
         self._cut_in_view = 0
         self._given_up = deque(given_up, maxlen=_GIVEN_UP_COUNT)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -259,10 +268,13 @@ class Checkpointing:
     # --- one that somebody asked for
 
     async def create(
-        self, request: scheduler_pb2.CreateCheckpointRequest, deadline_s: float
+        self,
+        request: scheduler_pb2.CreateCheckpointRequest,
+        deadline_s: float,
+        node_id: NodeId | None = None,
     ) -> scheduler_pb2.CreateCheckpointResponse:
-        """Make a checkpoint, or take the running one if it covers the request, and wait until it
-        is complete, at most until this moment of the clock.
+        """Make a checkpoint for that node, or take the running one if it covers the request, and
+        wait until it is complete, at most until this moment of the clock.
 
         Raises:
             Fenced: a restore has replaced the cluster.
@@ -272,6 +284,22 @@ class Checkpointing:
                 has moved since the one that the cluster began from, and that cannot be read.
             WaitExpired: it was not complete in time; it may still complete.
         """
+        waits = _Waits(node_id)
+        self._waits.add(waits)
+        try:
+            return await self._made_for(request, deadline_s, waits)
+        finally:
+            self._waits.discard(waits)
+
+    def is_waited_for(self, number: int, node_id: NodeId) -> bool:
+        """True if a call of this node waits for that checkpoint, or for one after it: not if it has
+        been answered, however late the node hears that.
+        """
+        return any(each.node_id == node_id and each.number in (0, number) for each in self._waits)
+
+    async def _made_for(
+        self, request: scheduler_pb2.CreateCheckpointRequest, deadline_s: float, waits: _Waits
+    ) -> scheduler_pb2.CreateCheckpointResponse:
         if not self._cluster.settings.checkpoint_url:
             raise InvalidConfig(
                 "this cluster has no place for checkpoints; start the scheduler with "
@@ -299,6 +327,7 @@ class Checkpointing:
                 number, said = pending.number, pending.reason
             else:
                 said = self._cluster.checkpoints.reason(clock.now_s())
+            waits.number = number
             problem = self._cluster.checkpoints.problem_of(number) if number else None
             if problem:
                 raise InvalidCheckpoint(f"checkpoint {number} was not made: {problem}")

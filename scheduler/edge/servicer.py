@@ -387,7 +387,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         deadline_s = _deadline_s(context.time_remaining())
         async with self._answering(request.session, "CreateCheckpoint") as session:
             _check_unnamed(session, "a checkpoint")
-            return await self.checkpointing.create(request, deadline_s)
+            return await self.checkpointing.create(request, deadline_s, session.node_id)
 
     @translated
     async def RestoreCheckpoint(
@@ -442,6 +442,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 reached = self.checkpointing.schedule.reached
                 stayed = self._cluster.stay_for_checkpoint(*place, reached, clock.now_s())
                 must_step = self._carry_out(stayed)
+                must_step &= self.checkpointing.is_waited_for(request.number, session.node_id)
         return pb.JoinCheckpointResponse(must_step=must_step, is_awaited=is_awaited)
 
     @translated

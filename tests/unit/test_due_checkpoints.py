@@ -5,6 +5,7 @@ is complete.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import shutil
 from dataclasses import replace
@@ -133,8 +134,13 @@ class Saving:
         """The running checkpoint is cut after that clock, and its only part written: where the
         scheduler finds it, or where it does not.
         """
+        self.prepare(cut)
+        self.write_part(cut, is_here=is_here)
+
+    def write_part(self, cut: int, *, is_here: bool = True) -> None:
+        """As `write`, of one that is cut."""
         cluster = self.cluster.cluster
-        table = self.prepare(cut)
+        (table,) = cluster.view.tables
         running = cluster.view.checkpoint
         assert running is not None
         written = (2).to_bytes(8, "little") + b"{}"
@@ -193,6 +199,39 @@ def test_while_nothing_has_moved_one_that_is_gone_is_no_answer(tmp_path: Path) -
         with pytest.raises(InvalidCheckpoint, match=r"no step was taken since .*has no manifest"):
             await saving.edge.create(request, clock.now_s())
         assert saving.happened(CheckpointUnneeded)
+
+    asyncio.run(live())
+
+
+def test_a_worker_waits_for_a_checkpoint_until_it_has_been_answered(tmp_path: Path) -> None:
+    """From then on no step that it would have to take for one is its script's matter."""
+
+    async def live() -> None:
+        saving = Saving(tmp_path)
+        worker, other = saving.worker.node_id, saving.server.node_id
+
+        async def ask() -> asyncio.Task[Any]:
+            request = scheduler_pb2.CreateCheckpointRequest()
+            task = asyncio.create_task(saving.edge.create(request, clock.now_s() + 60.0, worker))
+            await asyncio.wait({task}, timeout=0)
+            return task
+
+        def waited_for(number: int) -> bool:
+            assert not saving.edge.is_waited_for(number, other)
+            return saving.edge.is_waited_for(number, worker)
+
+        first = await ask()
+        assert [waited_for(number) for number in (1, 2)] == [True, False]
+        saving.prepare(10)
+        second = await ask()
+        assert waited_for(1), "the next one comes after it"
+        second.cancel()
+        saving.write_part(10)
+        assert (await first).number == 1
+        assert not waited_for(1)
+        with contextlib.suppress(asyncio.CancelledError):
+            await second
+        assert not waited_for(2)
 
     asyncio.run(live())
 
