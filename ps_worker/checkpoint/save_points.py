@@ -397,9 +397,9 @@ class SavePoints:
     def asks(self) -> Callable[[], tuple[int, int]]:
         """The script asks for a checkpoint now. The result gives, until the script has it, the
         number of one that will do, and of the newest view. Such a checkpoint has all steps that
-        this worker, which trains every table, has taken until now, however many it has taken when
-        the result is called, and its script had not asked for it before; 0: none. Called again, it
-        gives another one: that has failed.
+        this worker has taken until now, however many it has taken when the result is called, and
+        its script had not asked for it before; 0: none. Called again, it gives another one: that
+        has failed.
         """
         with self._changed:
             self._has_begun = True
@@ -420,16 +420,24 @@ class SavePoints:
         return covered_by
 
     def _covering(self, asked: _Asked) -> int:
-        """The newest checkpoint that is cut, if it will do; else 0."""
+        """The newest checkpoint that is cut, if it will do; else 0. Tables of which each range has
+        a clock of its own go by when this worker's state is saved, beside others with a cut.
+        """
         view, checkpoint = self._cut, None if self._cut is None else self._cut.checkpoint
         if view is None or checkpoint is None or checkpoint.number <= asked.had:
             return 0
-        handles = {handle.table.table_id: handle for handle in self._handles()}
-        for table in view.tables:
-            handle = handles.get(table.table_id)
-            cut = None if handle is None else cut_clock(view, handle, checkpoint.number)
-            if handle is None or cut is None or asked.clocks.get(table.table_id, 0) > cut:
+        handles = (h for h in self._handles() if h.table.table_id in asked.clocks)
+        cuts = {}
+        for handle in handles:
+            table = view.tables_by_id.get(handle.table.table_id)
+            if table is None or table.cut is None or table.cut.checkpoint != checkpoint.number:
                 return 0
+            cuts[table.table_id] = self._clock_of_cut(view, handle, checkpoint.number)
+        clocks = [cut for cut in cuts.values() if cut is not None]
+        if not clocks or (len(clocks) < len(cuts) and not self._attached):
+            return 0
+        if any(cut is not None and asked.clocks[each] > cut for each, cut in cuts.items()):
+            return 0
         saved = self._saved_steps if checkpoint.number == self._saved else asked.steps
         if any(steps > saved.get(table_id, 0) for table_id, steps in asked.steps.items()):
             return 0

@@ -259,9 +259,56 @@ def test_what_lacks_something_will_not_do(lacking: str) -> None:
     worker = Worker("asp" if lacking == "a clock" else "bsp")
     worker.attach()
     worker.step()
-    worker.cut(0 if lacking == "a step" else 1)
     if lacking == "a table":
-        worker.drop(B)
+        worker.see(Checkpoint(1, "url", is_cut=True), a=1)
+    else:
+        worker.cut(0 if lacking == "a step" else 1)
+    assert covered_by(worker) == 0
+
+
+def test_a_table_that_is_another_worker_s_lacks_no_step_of_this_one(worker: Worker) -> None:
+    worker.drop(B)
+    worker.step()
+    worker.cut(1)
+    assert covered_by(worker) == 1
+
+
+def test_without_a_table_none_will_do(worker: Worker) -> None:
+    """It is an operator's."""
+    worker.drop(A)
+    worker.drop(B)
+    worker.cut(1)
+    assert covered_by(worker) == 0
+
+
+@pytest.mark.parametrize("lacking", ["", "a step", "a state"])
+def test_one_table_s_cut_tells_of_an_asynchronous_one_s_steps_where_the_state_is_saved(
+    lacking: str,
+) -> None:
+    worker = Worker()
+    free = replace(worker.handles[B].table.spec, consistency=parsed("asp"))
+    worker.handles[B].table = replace(worker.handles[B].table, spec=free)
+    if lacking != "a state":
+        worker.attach()
+    worker.points.reach()
+    worker.propose()
+    worker.step(A, B)
+    worker.cut(1)
+    worker.points.reach()
+    if lacking == "a step":
+        worker.step(B)
+    assert covered_by(worker) == (0 if lacking else 1)
+
+
+def test_what_workers_in_step_have_at_one_step_will_do_under_any_consistency() -> None:
+    worker = Worker("asp")
+    worker.attach()
+    worker.points.keep_in_step()
+    worker.step()
+    worker.cut(1)
+    assert covered_by(worker) == 1
+    worker.step()
+    worker.cut(1, number=2)
     assert covered_by(worker) == 0
 
 
