@@ -36,8 +36,9 @@ Rules:
       sake would lack those tables and states. It is named instead.
     - A worker that has not begun by a later cut, and has no state yet, is lost in the manifest.
     - A worker's next clock is a guess while its script is in a step. A script that waits for the
-      checkpoint takes no step. If every script waits before the step of a cut, no worker will take
-      that step, and the checkpoint is begun again at the steps where the workers are.
+      checkpoint takes no step. If every script waits before the step of a cut, but for those that
+      start up, no worker will take that step, and the checkpoint is begun again at the steps where
+      the workers are.
 
 Invariants:
     CP-1  No table is cut before every server with a shard of it, and every worker that was asked,
@@ -239,8 +240,9 @@ class CheckpointAttempts:
         return attempt is not None and any(each != node.node_id for each in attempt.staying)
 
     def _is_out_of_reach(self, attempt: Attempt) -> bool:
-        """True if every worker waits, before the step of a cut."""
-        workers = {node.node_id for node in self._state.workers_of(UNNAMED) if node.state.is_member}
+        """True if every worker waits that does not start up, before the step of a cut."""
+        members = (node for node in self._state.workers_of(UNNAMED) if node.state.is_member)
+        workers = {node.node_id for node in members if not self._is_starting(attempt, node)}
         staying = [attempt.staying[each] for each in workers & attempt.staying.keys()]
         if len(staying) < len(workers):
             return False
@@ -248,6 +250,15 @@ class CheckpointAttempts:
             step > max((each[table_id] for each in staying if table_id in each), default=step)
             for table_id, step in attempt.steps.items()
         )
+
+    def _is_starting(self, attempt: Attempt, worker: Node) -> bool:
+        """True if a worker has said that its script has come to no save point, at no clock, or has
+        not been asked, because it came later: it may take minutes until it takes a step.
+        """
+        place = attempt.workers.get(worker.node_id)
+        has_begun = place is not None and (place.has_begun or any(place.clocks.values()))
+        has_begun |= worker.node_id in attempt.staying
+        return _answers(self._state, worker) and not has_begun
 
     def must_step(
         self,

@@ -15,7 +15,11 @@ from ps_core.errors import InvalidCheckpoint
 from ps_core.manifest import PartReport
 from ps_runtime.system import clock
 from pushpull.v1 import scheduler_pb2
-from scheduler.machine.checkpoint_state import CheckpointFailed, CheckpointWritten
+from scheduler.machine.checkpoint_state import (
+    CheckpointBegunAgain,
+    CheckpointFailed,
+    CheckpointWritten,
+)
 from scheduler.machine.state import ChangeProposed, UpdateLogClaim
 from tests.unit import test_due_checkpoints
 from tests.unit.cluster_harness import SPEC, Harness
@@ -130,3 +134,37 @@ def test_one_whose_part_is_written_is_complete_without_its_server() -> None:
         cluster.report(worker, PartReport(f"worker-{worker.rank}", 9, "c"))
     assert cluster.happened(CheckpointWritten)
     assert not cluster.happened(CheckpointFailed)
+
+
+@pytest.mark.parametrize("comes", ["before it is proposed", "after its cut"])
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_who_starts_up_is_not_waited_for_where_all_others_wait(
+    comes: str, *, has_begun: bool
+) -> None:
+    """It comes beside the first ones, and may load its data for minutes before its first step."""
+    cluster = Saving(max_workers=3)
+
+    def settled() -> None:
+        for server in (0, 1):
+            cluster.promise(server, 4, 4)
+
+    if comes == "before it is proposed":
+        cluster.workers.append(cluster.worker())
+        settled()
+        cluster.begin()
+        for server in (0, 1):
+            cluster.promise(server, 5, 4)
+        cluster.answer(2, 0, 0, has_state=False, has_begun=has_begun)
+        for worker in (0, 1):
+            cluster.answer(worker, 5, 4)
+    else:
+        cluster.cut()
+        cluster.workers.append(cluster.worker())
+        settled()
+    under_way = cluster.checkpoint
+    assert under_way is not None
+    assert under_way.is_cut
+    for worker in (0, 1):
+        cluster.stay(worker, 4, 4)
+    is_awaited = has_begun and comes == "before it is proposed"
+    assert bool(cluster.happened(CheckpointBegunAgain)) != is_awaited
