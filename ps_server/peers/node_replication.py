@@ -49,6 +49,9 @@ from ps_server.wire.replication_wire import (
 )
 from ps_server.wire.snapshot_wire import snapshot_messages
 
+_FIRST_VIEW_LEASES = 5
+"""Leases for which a snapshot waits for the first view: as long as its sender waits for it."""
+
 _SOON_S = 0.02
 """Seconds between beats that a range waits for."""
 
@@ -439,9 +442,12 @@ class ReplicatedRanges:
         return ack
 
     async def view_of(self, snapshot: Snapshot) -> None:
-        """Wait a moment for the view of a snapshot: one that comes too early is dropped."""
+        """Wait a moment for the view of a snapshot: one that comes too early is dropped. A server
+        without any view waits longer: nothing that others need comes behind the snapshot.
+        """
+        leases = _FIRST_VIEW_LEASES if self._view is None else 1 / BEATS_A_LEASE
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._lease_s / BEATS_A_LEASE):
+            async with asyncio.timeout(leases * self._lease_s):
                 while not self.replication.knows(snapshot):
                     self._view_came.clear()
                     await self._view_came.wait()

@@ -235,6 +235,27 @@ def test_one_that_broke_joins_anew() -> None:
     run(scenario)
 
 
+def test_a_server_that_just_started_takes_a_snapshot_when_its_first_view_has_come() -> None:
+    """It listens before it has a view; what it dropped came again five leases later."""
+
+    async def scenario(backup: Backup) -> None:
+        copy = Snapshot(
+            RANGE, AssignmentEpoch(3), PLACED_EPOCH, 1, {TableId(1): fresh_copy(MODEL, BLOCKS)}
+        )
+        waiting = asyncio.create_task(backup.ranges.view_of(copy))
+        await asyncio.wait({waiting}, timeout=0.2 * LEASE_S)
+        assert not waiting.done(), "the snapshot would be dropped"
+        at_once(backup.ranges.observing(view(2, 3, joins=True)))
+        async with asyncio.timeout(LEASE_S):
+            await waiting
+        store = backup.shards.stores[TableId(1), RANGE].snapshot()
+        assert at_once(backup.ranges.joining(RangeCopy(copy, {TableId(1): store}))) == Ack(
+            RANGE, 1, AssignmentEpoch(3)
+        )
+
+    run(scenario)
+
+
 # --- a primary
 
 
