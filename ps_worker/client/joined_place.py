@@ -166,7 +166,7 @@ class JoinedPlace:
                 continue
             if table_id not in self.clocks:
                 try:
-                    await self._engine.links.meet(table, end_s)
+                    await self._engine.meet(table, end_s)
                 except WaitExpired:
                     continue
             self._pass_clocks(search, table, range(newest + 1, clock + 1))

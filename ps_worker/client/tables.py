@@ -246,7 +246,7 @@ class ClientTables:
     async def _created(self, spec: TableSpec, deadline_s: float) -> Table:
         end_s = now_s() + deadline_s
         table, _ = await self._engine.scheduler.create_table(spec, deadline_s)
-        await self._engine.links.meet(table, end_s)
+        await self._engine.meet(table, end_s)
         return table
 
     def table(
@@ -316,7 +316,7 @@ class ClientTables:
                 f"table '{name}' was not created within {deadline_s:g} s; the cluster has {there}"
             ) from late
         table = view.tables_by_name[name]
-        await self._engine.links.meet(table, end_s)
+        await self._engine.meet(table, end_s)
         return table
 
     def open_all(
@@ -347,7 +347,7 @@ class ClientTables:
             )
         tables = found(self._engine.view)
         for table in tables:
-            await self._engine.links.meet(table, end_s)
+            await self._engine.meet(table, end_s)
         return tables
 
     def _opens_within_s(self, timeout_s: float | None) -> float:

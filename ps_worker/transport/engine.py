@@ -287,6 +287,11 @@ class Engine:
         self.steps.observe_pull(order.table.table_id, order.clock)
         return pulled
 
+    async def meet(self, table: Table, end_s: float) -> None:
+        """As `ServerLinks.meet`, or until an error ends the session."""
+        self.check_alive()
+        await self._until_failure(self.links.meet(table, end_s))
+
     async def enter(self, share: Share, deadline_s: float) -> Round:
         """Take part in a collective call, as `CollectiveLink.enter`."""
         self.check_alive()

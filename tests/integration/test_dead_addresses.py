@@ -16,6 +16,7 @@ import grpc.aio
 import numpy as np
 import pytest
 
+import ps_worker as ps
 from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role
 from ps_core.errors import Fenced, NotPermitted, PushpullError, WaitExpired
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, key_ranges
@@ -30,7 +31,8 @@ from ps_worker.steps.counters import Counters
 from ps_worker.steps.steps import TableSteps
 from ps_worker.transport.links import LinkSetting, ServerLink, ServerLinks
 from ps_worker.transport.pulls import Puller, PullOrder
-from pushpull.v1 import parameters_pb2, replication_pb2, types_pb2
+from pushpull.v1 import parameters_pb2, replication_pb2, scheduler_pb2, types_pb2
+from tests.integration.scheduler_calls import Running, with_scheduler
 from tests.property.shard_twin import table
 
 CLUSTER = "demo"
@@ -264,6 +266,29 @@ def test_a_server_that_proves_itself_ends_this_client_with_its_refusal() -> None
         assert isinstance(heard.failed[0], NotPermitted)
 
     asyncio.run(scenario())
+
+
+def test_a_worker_that_opens_a_table_at_a_dead_server_learns_that_its_run_was_ended() -> None:
+    """It waited for the server, which others may have replaced, until request_deadline_s."""
+
+    async def scenario(scheduler: Running) -> None:
+        async with grpc_node(Answering(0)) as dead:
+            server = await scheduler.join(Role.SERVER, address=dead)
+            operator = await scheduler.join(Role.OPERATOR)
+
+            def train() -> None:
+                address = scheduler.node.address
+                with ps.connect(address, run="night", world_size=1, request_deadline_s=9) as client:
+                    client.create_table("model", 64, optimizer=ps.SGD(lr=1.0))
+
+            training = asyncio.create_task(asyncio.to_thread(train))
+            await scheduler.view_where(server, lambda view: bool(view.tables))
+            ending = scheduler_pb2.EndRunRequest(session=operator, run="night")
+            await scheduler.stub.EndRun(ending)
+            with pytest.raises(Fenced, match="run 'night' was ended"):
+                await training
+
+    with_scheduler(scenario, server_count=1)
 
 
 def test_a_server_at_the_address_of_one_before_has_the_only_stream() -> None:
