@@ -8,6 +8,9 @@ from typing import Annotated
 
 import typer
 
+EVERY = "*"
+"""The pattern of all tables."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
@@ -24,9 +27,9 @@ class ReplayOptions:
         str,
         typer.Option(
             help="A table's name, or a pattern such as 'model*' for several, which are replayed "
-            "together."
+            "together. Without it: all tables, of several runs those of the run without a name."
         ),
-    ] = "*"
+    ] = EVERY
     every: Annotated[
         int, typer.Option(min=0, help="Show every N-th version; 0: about 40 in all.")
     ] = 0

@@ -22,7 +22,7 @@ from ps_cli.console.output import Output
 from ps_cli.console.spool import Spool, SpooledRows
 from ps_cli.console.tensor_file import Written, check_writable, replaced, write_tables
 from ps_cli.replay.against import compare
-from ps_cli.replay.options import ReplayOptions
+from ps_cli.replay.options import EVERY, ReplayOptions
 from ps_cli.replay.plot import plot_of
 from ps_cli.replay.turns import go_to, reading
 from ps_cli.replay.view import VersionRow, document_of, view_of
@@ -71,7 +71,8 @@ def _replayed(options: ReplayOptions, output: Output) -> int:
         )
         bars.remove_task(task)
         tables = _chosen(run, options.table)
-        for note in _notes(run):
+        notes = [*_notes(run, tables, options.table)]
+        for note in notes:
             output.complain(note)
         if reader is not None:
             return compare(run, tables, reader, output, bars)
@@ -80,7 +81,7 @@ def _replayed(options: ReplayOptions, output: Output) -> int:
             return _export(options.export, replayer, options, output, bars)
         shown = _shown(replayer.history.versions, options)
         rows = list(_rows(replayer, shown, loss, bars))
-    _show(replayer, rows, [*_notes(run)], options, output)
+    _show(replayer, rows, notes, options, output)
     return 0
 
 
@@ -115,6 +116,8 @@ def _chosen(run: RunLog, pattern: str) -> list[Table]:
     if not found:
         there = ", ".join(f"'{name}'" for name in run.tables) or "no table"
         raise TableNotFound(f"no table with parameters is '{pattern}'; the log has {there}")
+    if pattern == EVERY:  # of several runs those of the one without a name, as in checkpoints
+        found = [table for table in found if not table.run] or found
     runs = sorted({words(table.run) for table in found})
     if len(runs) > 1:
         raise InvalidConfig(
@@ -124,12 +127,15 @@ def _chosen(run: RunLog, pattern: str) -> list[Table]:
     return found
 
 
-def _notes(run: RunLog) -> Iterator[str]:
-    yield from run.notes
-    others = run.kernel_fingerprints - {kernel_fingerprint()}
-    if others:
+def _notes(run: RunLog, tables: Sequence[Table], pattern: str) -> Iterator[str]:
+    yield from run.notes_on(tables)
+    others = {table.run for table in run.tables.values()} - {table.run for table in tables}
+    if pattern == EVERY and others:
+        yield f"{', '.join(map(words, sorted(others)))}: its tables are left out without --table"
+    kernels = run.kernel_fingerprints - {kernel_fingerprint()}
+    if kernels:
         yield (
-            f"made with other kernels ({', '.join(sorted(others))}) than this machine's "
+            f"made with other kernels ({', '.join(sorted(kernels))}) than this machine's "
             f"({kernel_fingerprint()}): the last bits may differ"
         )
 

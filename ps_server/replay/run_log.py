@@ -119,7 +119,7 @@ class RunLog:
         tables: by title.
         changes: of all tables, merged.
         reached: the end of each table shard of which the logs have everything.
-        notes: remarks for people.
+        notes: remarks for people, on all tables; `notes_on` has those on some.
         unseen_count: records that were decided, and seen by nobody.
         lost_count: records that are in no log, between others that are.
     """
@@ -133,6 +133,22 @@ class RunLog:
     kernel_fingerprints: set[str] = field(default_factory=set)
     unseen_count: int = 0
     lost_count: int = 0
+
+    def notes_on(self, tables: Iterable[Table]) -> list[str]:
+        """All remarks on a replay of these tables."""
+        return [*self.notes, *filter(None, map(self._missing, tables))]
+
+    def _missing(self, table: Table) -> str:
+        ranges = table.blocks_by_range(self.range_count)
+        missing = [each for each in ranges if (table.table_id, each) not in self.reached]
+        if not missing:
+            return ""
+        named = ", ".join(map(str, missing[:_NAMED_COUNT]))
+        more = ", ..." * (len(missing) > _NAMED_COUNT)
+        return (
+            f"table '{table.title}': no log has all of ranges {named}{more}; what is shown is of "
+            "the others"
+        )
 
 
 def read_run(
@@ -526,13 +542,3 @@ def _note(run: RunLog) -> None:
         run.notes.append(
             f"{run.lost_count} records are in no log; the values after them come from a snapshot"
         )
-    for table in run.tables.values():
-        ranges = table.blocks_by_range(run.range_count)
-        missing = [each for each in ranges if (table.table_id, each) not in run.reached]
-        if missing:
-            named = ", ".join(map(str, missing[:_NAMED_COUNT]))
-            more = ", ..." * (len(missing) > _NAMED_COUNT)
-            run.notes.append(
-                f"table '{table.spec.name}': no log has all of ranges {named}{more}; what is "
-                "shown is of the others"
-            )

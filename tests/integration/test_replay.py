@@ -210,6 +210,7 @@ def test_one_servers_log_is_not_the_whole_table(logged: LoggedRun, tmp_path: Pat
     ended = run_here("replay", one, "--export", "model", "--table", "bsp", cwd=tmp_path)
     assert ended.returncode == 1
     assert "table 'bsp': no log has all of ranges" in ended.stderr
+    assert ended.stderr.count("no log has all of") == 1, "the other table is not asked for"
     assert "give the directory that has the logs of all servers" in ended.stderr
     shown = run_here("replay", one, "--table", "bsp", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr

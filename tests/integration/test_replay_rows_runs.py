@@ -150,9 +150,14 @@ def test_it_is_what_a_checkpoint_has(restored: Restored, which: int, tmp_path: P
 
 def test_a_run_that_was_removed_is_still_in_the_log(restored: Restored, tmp_path: Path) -> None:
     check_export(restored.logs, "nightly:*", restored.pulled[1], tmp_path)
-    both = run_here("replay", str(restored.logs), cwd=tmp_path)
+    both = run_here("replay", str(restored.logs), "--table", "*[:u]*", cwd=tmp_path)
     assert both.returncode == 2
     assert "matches tables of run 'nightly' and of the run without a name" in both.stderr
+    command = "replay", str(restored.logs), "--against", restored.checkpoints[2]
+    unnamed = run_here(*command, cwd=tmp_path)
+    assert unnamed.returncode == 0, unnamed.stderr
+    assert unnamed.stdout.count("equal, bit for bit, at clock ") == 2
+    assert "run 'nightly': its tables are left out without --table\n" in unnamed.stderr
 
 
 def test_a_clipped_gradient_has_the_norm_that_it_was_cut_to(

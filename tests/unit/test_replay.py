@@ -481,7 +481,7 @@ def test_a_range_that_was_taken_over_before_the_log_is_none_of_it(tmp_path: Path
     log.record(owner.update(2))
     run = read_run(tmp_path)
     assert run.changes == []
-    assert "no log has all of ranges 0, 1" in run.notes[0]
+    assert "no log has all of ranges 0, 1" in run.notes_on([MODEL])[0]
 
 
 def test_a_term_that_goes_on_from_another_record_is_an_error(tmp_path: Path) -> None:
@@ -762,7 +762,7 @@ def test_one_servers_own_log_has_its_ranges_only(tmp_path: Path) -> None:
     log.begin(owner)
     log.record(owner.update(1))
     run = read_run(tmp_path / "server-0")
-    assert "no log has all of ranges 1" in run.notes[0]
+    assert "no log has all of ranges 1" in run.notes_on([MODEL])[0]
     again = replayed(tmp_path)
     check_all(again, owner)
     with pytest.raises(InvalidUpdateLog, match="not all of range 1, which block 1 of"):
