@@ -209,13 +209,14 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             raise InvalidConfig(
                 f"the first message of a push stream holds {came}; expected its header"
             )
-        own, meant = self._node.session.node_id, first.header.receiver_node_id
+        node = self._node  # to the stream's end, when the cluster may have begun anew
+        own, meant = node.session.node_id, first.header.receiver_node_id
         if meant not in (0, own):
             raise NotOwner(f"this is server {own}; server {meant} is meant")
-        session = self._node.sessions.admit(first.header.session, method)
-        stream = self._node.open_stream(session)
-        pulls = StreamPulls(self._node, stream)
-        reader = asyncio.create_task(self._take_in(messages, stream, pulls))
+        session = node.sessions.admit(first.header.session, method)
+        stream = node.open_stream(session)
+        pulls = StreamPulls(node, stream)
+        reader = asyncio.create_task(_take_in(node, messages, stream, pulls))
         try:
             yield stream
         finally:
@@ -223,30 +224,31 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             with contextlib.suppress(asyncio.CancelledError, PushpullError):
                 await reader
             await pulls.close()
-            self._node.close_stream(stream)
+            node.close_stream(stream)
             stream.close()
 
-    async def _take_in(
-        self, messages: AsyncIterator[Entry], stream: PushStream, pulls: StreamPulls
-    ) -> None:
-        node, session = self._node, stream.session
-        sender = Sender(session.incarnation, session.rank, stream.origin, session.run)
-        try:
-            async for message in messages:
-                await node.turns.breathe()
-                await stream.has_space()
-                kind = kind_of(message)
-                stream.hold(more_follow(message, kind))
-                if kind != "pull":
-                    await _take_entries(node, stream, message, sender)
-                for request in pulls_of(message, kind):
-                    await pulls.begin(request)
-        except asyncio.CancelledError:
-            raise
-        except Exception as failure:  # noqa: BLE001 - the stream's owner raises it again
-            stream.end_input(failure)
-        else:
-            stream.end_input()
+
+async def _take_in(
+    node: ParameterNode, messages: AsyncIterator[Entry], stream: PushStream, pulls: StreamPulls
+) -> None:
+    session = stream.session
+    sender = Sender(session.incarnation, session.rank, stream.origin, session.run)
+    try:
+        async for message in messages:
+            await node.turns.breathe()
+            await stream.has_space()
+            kind = kind_of(message)
+            stream.hold(more_follow(message, kind))
+            if kind != "pull":
+                await _take_entries(node, stream, message, sender)
+            for request in pulls_of(message, kind):
+                await pulls.begin(request)
+    except asyncio.CancelledError:
+        raise
+    except Exception as failure:  # noqa: BLE001 - the stream's owner raises it again
+        stream.end_input(failure)
+    else:
+        stream.end_input()
 
 
 async def _take_entries(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,7 @@ from ps_runtime.cluster import wire
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.service.node import ParameterNode
 from ps_server.service.servicer import ParameterServicer
+from pushpull.v1 import parameters_pb2
 
 KEY = b"k" * 16
 SERVER = Session("cluster", b"t" * 16, NodeId(1), Incarnation(10), Role.SERVER)
@@ -36,10 +38,18 @@ def _view(number: int, state: NodeState) -> ClusterView:
     return ClusterView(number, "cluster", 1, 1, (worker,), (), ())
 
 
-@pytest.fixture
-def node() -> ParameterNode:
+async def _view_at_least(number: int, within_s: float) -> None:
+    del number, within_s
+
+
+def _node() -> ParameterNode:
     metrics = ServerMetrics(CollectorRegistry())
     return ParameterNode(_signed(SERVER), KEY, 1, metrics, lambda: 0.0)
+
+
+@pytest.fixture
+def node() -> ParameterNode:
+    return _node()
 
 
 def test_a_genuine_session_is_admitted(node: ParameterNode) -> None:
@@ -88,9 +98,6 @@ def test_a_node_whose_timeline_has_ended_holds_no_values(node: ParameterNode) ->
     which may have as many values.
     """
 
-    async def view_at_least(number: int, within_s: float) -> None:
-        del number, within_s
-
     sgd = OptimizerSpec(OptimizerKind.SGD, (("lr", 0.1),))
     specs = (
         TableSpec("model", DType.FLOAT32, 64, sgd),
@@ -102,7 +109,7 @@ def test_a_node_whose_timeline_has_ended_holds_no_values(node: ParameterNode) ->
         for n, slots in enumerate(key_ranges(2))
     )
     servicer = ParameterServicer()
-    servicer.attach(node, view_at_least)
+    servicer.attach(node, _view_at_least)
     node.observe(ClusterView(1, "cluster", 1, 1, (), ranges, tables))
     held = [weakref.ref(store) for store in node.shards.stores.values()]
     assert len(held) >= len(tables)
@@ -116,3 +123,42 @@ def test_a_node_whose_timeline_has_ended_holds_no_values(node: ParameterNode) ->
         node.begin_cut(_signed(WORKER), TableId(1), 1, 1.0)
     with pytest.raises(Recovering, match="has not registered yet"):
         servicer._node  # noqa: B018 - as a call does
+
+
+@pytest.mark.parametrize("has_another", [False, True])
+def test_a_stream_that_ends_after_its_timeline_closes_no_stream_of_the_next(
+    node: ParameterNode, has_another: bool
+) -> None:
+    """Each node counts its streams from 1."""
+
+    async def whole() -> None:
+        servicer, is_open = ParameterServicer(), asyncio.Event()
+        servicer.attach(node, _view_at_least)
+
+        async def messages() -> AsyncIterator[parameters_pb2.PushPullRequest]:
+            header = parameters_pb2.StreamHeader(session=wire.session_to_proto(_signed(WORKER)))
+            yield parameters_pb2.PushPullRequest(header=header)
+            is_open.set()
+            await asyncio.Event().wait()
+
+        answering = asyncio.ensure_future(anext(servicer.PushPull(messages(), Call())))
+        await is_open.wait()
+        answering.cancel()
+        servicer.detach()
+        another = _node()
+        stream = another.open_stream(_signed(replace(WORKER, incarnation=Incarnation(12))))
+        if has_another:
+            servicer.attach(another, _view_at_least)
+        with pytest.raises(asyncio.CancelledError):
+            await answering
+        another.drain()
+        with pytest.raises(Draining):
+            await asyncio.wait_for(anext(stream.batches()), 5.0)
+
+    class Call:
+        """A call that its client has ended."""
+
+        def done(self) -> bool:
+            return True
+
+    asyncio.run(whole())
