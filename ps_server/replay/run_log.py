@@ -4,7 +4,8 @@
 
 Rules:
     - Nothing is locked or written. A torn end ends a log.
-    - The newest of several runs in one directory is read.
+    - The newest of several runs in one directory is read: one that no log goes on from to another.
+      Of two such it is the one with the later frames, by the servers' clocks.
     - A range begins with the first BEGIN, or whole SNAPSHOT, that is left. It goes on from one term
       of a primary to the next, in whichever log that is.
     - A table that is not in the snapshot with which a range begins comes later, or was removed: of
@@ -206,14 +207,17 @@ def _scanned(path: Path) -> LogContents:
 def _newest_run(logs: Sequence[ServerLog], path: Path) -> RunLog:
     """The logs' segments of the newest timeline."""
     times_s: dict[bytes, float] = {}
+    followed: set[bytes] = set()  # by another in the same log, whatever the clock said
     for log in logs:
         for segment in log.contents.segments.values():
             head = next(log.contents.frames(segment.number)).head
             timeline = segment.header.timeline
             times_s[timeline] = max(times_s.get(timeline, 0.0), head.time_s)
+        timelines = [segment.header.timeline for segment in log.contents.segments.values()]
+        followed |= set(timelines) - set(timelines[-1:])
     if not times_s:
         raise InvalidUpdateLog(f"{path} has no update log: its segments are still empty")
-    newest = max(times_s, key=lambda timeline: times_s[timeline])
+    newest = max(times_s.keys() - followed or times_s, key=lambda timeline: times_s[timeline])
     run = RunLog([], 0)
     for log in logs:
         segments = log.contents.segments

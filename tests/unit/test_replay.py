@@ -738,7 +738,9 @@ def test_a_run_is_as_new_as_the_newest_of_its_logs(tmp_path: Path) -> None:
     assert timelines == {b"n" * 16}
 
 
-def test_the_newest_of_several_runs_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("newest_s", [5000.0, 5.0])
+def test_the_newest_of_several_runs_is_read(tmp_path: Path, newest_s: float) -> None:
+    """Also where the machine's clock was put back meanwhile."""
     old = Owner(LEFT)
     log = WrittenLog(tmp_path / "server-0", timeline=b"o" * 16)
     log.begin(old)
@@ -746,7 +748,7 @@ def test_the_newest_of_several_runs_is_read(tmp_path: Path) -> None:
     gone = WrittenLog(tmp_path / "server-1", timeline=b"o" * 16)
     gone.begin(Owner(RIGHT))
     owner = Owner(LEFT)
-    log._timeline, log.now_s = b"n" * 16, 5000.0
+    log._timeline, log.now_s = b"n" * 16, newest_s
     log.segment()
     log.begin(owner)
     log.record(owner.update(1, (0,), 2.0))
