@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from ps_core.errors import InvalidConfig, InvalidTensor
+from ps_core.errors import Internal, InvalidConfig, InvalidTensor, PushpullError
 from ps_core.limits import MAX_MESSAGE_BYTES, MAX_STREAM_CONNECTION_COUNT
 from ps_runtime.grpc.addresses import listening, split_address
 from ps_runtime.grpc.errors import abort
@@ -209,7 +209,10 @@ class _Call(CallEnd):
                 self._transport.flush()
             self._finish(status.CANCELLED, "the call was cancelled")
         except Exception as failure:  # noqa: BLE001 - a status for every failure
-            logs.exception("call_failed", failure, method=path)
+            # A refusal that nobody waits for is no failure: its client, or this server, is leaving.
+            is_refusal = isinstance(failure, PushpullError) and not isinstance(failure, Internal)
+            if not (self._is_done and is_refusal):
+                logs.exception("call_failed", failure, method=path)
             self._finish(status.UNKNOWN, f"the method failed with {type(failure).__name__}")
 
     async def _answer(self, path: str, handler: grpc.RpcMethodHandler[Any, Any]) -> None:

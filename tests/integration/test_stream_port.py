@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from ps_core.errors import InvalidConfig
+from ps_core.errors import Draining, InvalidConfig
 from ps_core.limits import MAX_MESSAGE_BYTES
 from ps_runtime.http2.channel import StreamChannel
 from ps_runtime.http2.protocol import frames as wire
@@ -166,6 +166,37 @@ def test_a_call_that_its_client_cancels_is_cancelled(run: Run) -> None:
                 await task
 
     run(main())
+
+
+@pytest.mark.parametrize("kind", [Draining, RuntimeError])
+def test_a_refusal_of_a_call_that_its_client_ended_is_not_logged_as_a_failure(
+    run: Run, kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when a server and its clients end at once; its log had a traceback of each."""
+
+    async def main() -> None:
+        begun, ended = asyncio.Event(), asyncio.Event()
+
+        async def leave(_request: bytes, _context: Any) -> bytes:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+                raise kind("it ends")
+
+        methods: Any = {"Leave": grpc.unary_unary_rpc_method_handler(leave, bytes, bytes)}
+        server = await StreamServer.start("127.0.0.1:0", {SERVICE: methods})
+        async with grpcio_channel(server.port) as channel:
+            asked: Any = channel.unary_unary(path_of("Leave"))
+            call = asyncio.ensure_future(asked(b"", timeout=DEADLINE_S))
+            await begun.wait()
+            call.cancel()
+            await ended.wait()
+        await server.stop(DEADLINE_S)
+
+    run(main())
+    assert ("event=call_failed" in caplog.text) == (kind is RuntimeError)
 
 
 def test_a_deadline_ends_a_call_at_the_server_too(run: Run) -> None:
