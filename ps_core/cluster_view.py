@@ -16,7 +16,7 @@ from functools import cached_property
 from ps_core.change import Checkpoint
 from ps_core.errors import TableNotFound, listed
 from ps_core.keys import AssignmentEpoch, Incarnation, KeyRange, NodeId, RangeId, TableId
-from ps_core.runs import Run
+from ps_core.runs import Run, words
 from ps_core.tables.table import Table
 
 _NEVER = AssignmentEpoch(0)
@@ -117,6 +117,12 @@ class Node:
                 "others go on without it, and nothing that it sends counts any more. End this "
                 "process and register again as a new worker; where such pauses are normal, raise "
                 "the scheduler's worker_timeout_s"
+            )
+        if not self.silence_ms and self.run:
+            return (
+                f"node {self.node_id} has left the cluster: by itself, or since {words(self.run)} "
+                "was ended by an operator. Nobody joins a run that is over: to train again, start "
+                "a run of another name"
             )
         if not self.silence_ms:
             return f"node {self.node_id} has left the cluster; register again to come back"

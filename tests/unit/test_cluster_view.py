@@ -112,6 +112,13 @@ def test_who_left_by_itself_was_not_given_up() -> None:
     assert left.fence_words == "node 4 has left the cluster; register again to come back"
 
 
+def test_a_worker_of_a_run_that_was_ended_is_not_told_to_come_back() -> None:
+    """A server refuses it before the scheduler, which knows that the run is over."""
+    left = replace(node(4, Role.WORKER, 1, LEFT), run="night")
+    assert "since run 'night' was ended by an operator" in left.fence_words
+    assert "come back" not in left.fence_words
+
+
 def test_a_worker_that_is_gone_is_gone_however_short_its_silence() -> None:
     """The state says what happened; a silence of 0 is not a leave."""
     assert "was declared gone" in node(4, Role.WORKER, 1, GONE).fence_words
