@@ -28,17 +28,20 @@ from ps_server.update_log.segment_file import SegmentFile
 
 _SEGMENT = re.compile(r"([0-9]{8,})\.log")
 _LOG_ID = "log_id"
+_UNUSED = "unused"
+"""Has the id of the log until its first segment is on the disk."""
 _SET_ASIDE = ".damaged"
 _RETRY_MS = 200
 _PIECE_BYTES = 8 * 1024 * 1024
 
 
 class LogDirectory:
-    """A directory whose lock this process holds. `log_id` has 16 bytes; `is_new` if it was drawn
-    since this process has the lock. `former_ids` are those of logs before it, the newest first:
-    nothing of them is claimed any more. While `is_written`, `close` leaves the lock: a thread may
-    yet write, and only the end of the process ends that. `operations` are those of the thread that
-    reads the log; syncs among them may last.
+    """A directory whose lock this process holds. `log_id` has 16 bytes; `is_new` if no segment of
+    it was ever begun; `is_marked` while a file says so, which may outlive the first segment's
+    beginning. `former_ids` are those of logs before it, the newest first: nothing of them is
+    claimed any more. While `is_written`, `close` leaves the lock: a thread may yet write, and only
+    the end of the process ends that. `operations` are those of the thread that reads the log; syncs
+    among them may last.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class LogDirectory:
                 self.log_id, *former_ids = self._known_ids() or (b"",)
                 self.former_ids = tuple(former_ids)
                 self.is_new = not self.log_id
+                self.is_marked = not self.is_new and self._unused_id() == self.log_id
                 if self.is_new:
                     self.renew()
                 cleanup.pop_all()
@@ -90,6 +94,22 @@ class LogDirectory:
             )
         return found
 
+    def _unused_id(self) -> bytes:
+        try:
+            return bytes.fromhex((self.path / _UNUSED).read_text(encoding="ascii"))
+        except (FileNotFoundError, ValueError):
+            return b""
+
+    def has_begun(self) -> None:
+        """The disk has a segment of this log.
+
+        Blocking: until it has that, too.
+        """
+        if self.is_marked:
+            self.disk.remove(self.path / _UNUSED)
+            self.disk.sync_directory(self.path)
+            self.is_marked = self.is_new = False
+
     def renew(self) -> None:
         """Draw another id: what is written from now on is another log. The scheduler gives it
         nothing that was the former one's, and expects that one no more.
@@ -97,14 +117,17 @@ class LogDirectory:
         name, drawn = self.path / _LOG_ID, secrets.token_bytes(limits.LOG_ID_BYTES)
         known = filter(None, (self.log_id, *self.former_ids))
         former_ids = tuple(known)[: limits.MAX_FORMER_LOGS]
-        beside = name.with_suffix(".tmp")
-        with self._synced(self.disk.create(beside)) as descriptor:
-            lines = "\n".join(each.hex() for each in (drawn, *former_ids))
-            self.disk.write(descriptor, lines.encode(), 0)
-        self.disk.rename(beside, name)
+        self._write(self.path / _UNUSED, drawn.hex())  # first: it is of no other log
+        self._write(name, "\n".join(each.hex() for each in (drawn, *former_ids)))
         for directory in (self.path, self.path.parent):  # which may be new
             self._sync_directory(directory)
-        self.log_id, self.former_ids, self.is_new = drawn, former_ids, True
+        self.log_id, self.former_ids, self.is_new, self.is_marked = drawn, former_ids, True, True
+
+    def _write(self, name: Path, text: str) -> None:
+        beside = name.with_suffix(".tmp")
+        with self._synced(self.disk.create(beside)) as descriptor:
+            self.disk.write(descriptor, text.encode(), 0)
+        self.disk.rename(beside, name)
 
     def set_aside(self) -> None:
         """Rename a damaged log's segments, so that another log begins here. Segments that were set

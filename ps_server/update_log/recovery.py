@@ -10,8 +10,8 @@ Rules:
     - A claim says too that nobody has seen anything of the ranges that it does not name. So a log
       claims all of its ranges or none, and one that may have lost frames claims none, ever: its
       server writes another log, under another id. A log that is not synced may have lost frames
-      when the machine is started again; one that has no segment may have lost all. Two boots that
-      the system names by no id may be two.
+      when the machine is started again; one that has no segment may have lost all, unless the
+      directory says that it never had one. Two boots that the system names by no id may be two.
     - Recovered values of another timeline than the cluster's are dropped.
     - A damaged log claims nothing; it is set aside, and another begins.
     - A disk that does not answer while a log is read is said to be waited for. After `LOG_STALL_S`
@@ -102,6 +102,7 @@ class RecoveredLog:
             range_ids=range_ids,
             former_log_ids=self.directory.former_ids,
             assignment_epochs=[self.replicas[each].assignment_epoch for each in range_ids],
+            is_unused=self.directory.is_new,
         )
 
     def of(self, session: Session, shards: Shards) -> RecoveredLog:
@@ -291,6 +292,9 @@ def _read(
                 directory.disk.remove(directory.segment(number))
             del sizes[number]
         claim = claimable(contents, directory.log_id, boot, kernel_fingerprint)
+        headers = [segment.header for segment in contents.segments.values()]
+        if directory.is_marked and directory.log_id not in {each.log_id for each in headers}:
+            directory.is_new = True
         is_another = not (claim.is_whole or directory.is_new)
         if is_another:
             with operations.under_way():

@@ -368,6 +368,7 @@ class _Writer(threading.Thread):
             self._sync(self._descriptor)
             with self.operations.under_way():
                 self._disk.sync_directory(self._directory.path)
+                self._directory.has_begun()
 
     def _sync(self, descriptor: int) -> None:
         with self.operations.under_way():

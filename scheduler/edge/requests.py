@@ -35,8 +35,9 @@ def session_of(message: types_pb2.SessionIdentity) -> Session:
 _MAX_POOL_CHARACTERS = 128
 
 
-def registration_of(request: scheduler_pb2.RegisterNodeRequest) -> Registration:
-    """A node's registration, unchecked."""
+def registration_of(request: scheduler_pb2.RegisterNodeRequest, timeline: bytes) -> Registration:
+    """A node's registration with a cluster of this timeline, unchecked."""
+    claim = _claim(request.update_log, timeline) if request.HasField("update_log") else None
     has_rank = request.HasField("requested_rank")
     return Registration(
         registration_id=request.registration_id,
@@ -49,7 +50,7 @@ def registration_of(request: scheduler_pb2.RegisterNodeRequest) -> Registration:
         cluster_id=request.cluster_id,
         custom_updates=tuple(map(_offer, request.custom_updates)),
         waited_s=request.waiting_ms / 1000 if request.HasField("waiting_ms") else None,
-        update_log=_claim(request.update_log) if request.HasField("update_log") else None,
+        update_log=claim,
         memory=ServerMemory(request.memory.byte_count, request.memory.pool[:_MAX_POOL_CHARACTERS]),
         launch_id=request.launch_id,
         world_size=request.world_size,
@@ -58,11 +59,13 @@ def registration_of(request: scheduler_pb2.RegisterNodeRequest) -> Registration:
     )
 
 
-def _claim(message: scheduler_pb2.UpdateLogClaim) -> UpdateLogClaim:
+def _claim(message: scheduler_pb2.UpdateLogClaim, timeline: bytes) -> UpdateLogClaim:
+    """An unused log is of the present timeline: it has all that anybody has seen, nothing."""
     range_ids = tuple(map(RangeId, message.range_ids))
     former_log_ids = tuple(message.former_log_ids)
     epochs = tuple(map(AssignmentEpoch, message.assignment_epochs))
-    return UpdateLogClaim(message.log_id, message.timeline, range_ids, former_log_ids, epochs)
+    of = timeline if message.is_unused else message.timeline
+    return UpdateLogClaim(message.log_id, of, range_ids, former_log_ids, epochs)
 
 
 def _offer(message: scheduler_pb2.CustomUpdate) -> UpdateOffer:

@@ -225,7 +225,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> pb.RegisterNodeResponse:
         async with self._answered():
             joiner(request).check(request.join_proof, self._secret, self._challenge)
-            registered = self._cluster.register(registration_of(request), clock.now_s())
+            registration = registration_of(request, self._cluster.settings.timeline)
+            registered = self._cluster.register(registration, clock.now_s())
             session = self._carry_out(registered)
         settings = self._cluster.settings
         return pb.RegisterNodeResponse(

@@ -429,6 +429,29 @@ def _log_claim(number: int) -> scheduler_pb2.UpdateLogClaim:
     return scheduler_pb2.UpdateLogClaim(log_id=bytes([number]) * limits.LOG_ID_BYTES)
 
 
+@pytest.mark.parametrize("is_unused", [True, False])
+def test_a_server_that_died_before_its_log_had_a_segment_begins_its_ranges_anew(
+    is_unused: bool,
+) -> None:
+    """Nobody has seen anything of them. A log that has lost its segments claims nothing."""
+
+    async def test(scheduler: Running) -> None:
+        await scheduler.join(Role.SERVER, update_log=_log_claim(1))
+        worker = await scheduler.join(Role.WORKER)
+        await scheduler.create(worker)
+        claim = _log_claim(1)
+        claim.is_unused = is_unused
+        if not is_unused:
+            claim = _log_claim(2)
+            claim.former_log_ids.append(_log_claim(1).log_id)
+        again = await scheduler.join(Role.SERVER, update_log=claim)
+        view = await scheduler.view_where(worker, lambda v: again.node_id in v.nodes_by_id)
+        assert bool(view.lost_ranges) != is_unused
+        assert any(each.primary == again.node_id for each in view.ranges) == is_unused
+
+    with_scheduler(test, worker_count=1, server_count=1)
+
+
 def test_a_checkpoint_is_made_of_what_the_log_of_a_leaving_server_alone_has(tmp_path: Path) -> None:
     """Another release could not go on with the log. A checkpoint that fails keeps no server, nor do
     values of a named run.

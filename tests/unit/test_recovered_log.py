@@ -106,7 +106,7 @@ def test_a_log_that_is_set_aside_is_another_before_its_first_segment_goes(tmp_pa
         directory.set_aside()
         assert directory.former_ids == (before,)
     targets = [each.target for each in disk.operations[begin:] if each.kind == "rename"]
-    expected = ("log_id", "00000001.damaged", "00000002.damaged")
+    expected = ("unused", "log_id", "00000001.damaged", "00000002.damaged")
     assert targets == [tmp_path / name for name in expected]
 
 
@@ -211,10 +211,24 @@ def test_a_log_whose_segments_are_gone_is_another(tmp_path: Path) -> None:
     assert (new != former, is_claimed) == (True, False)
 
 
+def test_a_log_that_never_had_a_segment_says_so(tmp_path: Path) -> None:
+    """Its server died when it had registered: nobody has seen anything of its ranges."""
+    log_id = opened_id(tmp_path)
+    for _ in range(2):
+        claim = opened(tmp_path).claim()
+        assert (claim.log_id, claim.timeline, claim.is_unused) == (log_id, b"", True)
+    log = WrittenLog(tmp_path, boot=boot_id())
+    assert not opened(tmp_path).claim().is_unused
+    log.newest.unlink()
+    assert opened(tmp_path).claim().log_id != log_id
+
+
 def test_a_log_names_those_before_it_for_as_long_as_it_is_kept(tmp_path: Path) -> None:
     """Whoever writes it may end before it has registered."""
     ids = [opened_id(tmp_path)]
     for _ in range(limits.MAX_FORMER_LOGS + 2):
+        with LogDirectory(tmp_path) as directory:
+            directory.has_begun()
         claim = opened(tmp_path).claim()
         assert list(claim.former_log_ids) == ids[: limits.MAX_FORMER_LOGS]
         ids.insert(0, claim.log_id)

@@ -645,6 +645,19 @@ def test_a_synced_log_answers_when_the_disk_has_it(tmp_path: Path) -> None:
     ran(scene)
 
 
+def test_a_log_is_in_use_before_anything_is_answered(tmp_path: Path) -> None:
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting())
+        await server.push(1)
+        await server.written()
+        assert not (tmp_path / "unused").exists()
+        await server.end()
+
+    with LogDirectory(tmp_path):
+        assert (tmp_path / "unused").exists()
+    asyncio.run(scene())
+
+
 class Removing(Disk):
     """A disk that says when it removes a segment, and waits with it."""
 
@@ -652,8 +665,9 @@ class Removing(Disk):
         self.removes, self.goes_on = threading.Event(), threading.Event()
 
     def remove(self, path: Path) -> None:
-        self.removes.set()
-        assert self.goes_on.wait(20)
+        if path.suffix == ".log":
+            self.removes.set()
+            assert self.goes_on.wait(20)
         super().remove(path)
 
 

@@ -394,7 +394,7 @@ def test_a_claim_is_read_whole() -> None:
     )
     request = scheduler_pb2.RegisterNodeRequest(role=types_pb2.NODE_ROLE_SERVER, update_log=claim)
     expected = UpdateLogClaim(ONE, b"t", (RangeId(3),), (TWO, OTHER), EPOCHS[:1])
-    assert registration_of(request).update_log == expected
+    assert registration_of(request, b"").update_log == expected
 
 
 def test_the_same_registration_has_the_same_claim() -> None:

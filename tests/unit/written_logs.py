@@ -262,6 +262,7 @@ class WrittenLog:
         path.mkdir(parents=True, exist_ok=True)
         with LogDirectory(path) as directory:
             self._log_id = directory.log_id
+            directory.has_begun()
         self.segment()
 
     @property

@@ -148,18 +148,20 @@ class ServerMemory(_message.Message):
     def __init__(self, byte_count: _Optional[int] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class UpdateLogClaim(_message.Message):
-    __slots__ = ("log_id", "timeline", "range_ids", "former_log_ids", "assignment_epochs")
+    __slots__ = ("log_id", "timeline", "range_ids", "former_log_ids", "assignment_epochs", "is_unused")
     LOG_ID_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     RANGE_IDS_FIELD_NUMBER: _ClassVar[int]
     FORMER_LOG_IDS_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    IS_UNUSED_FIELD_NUMBER: _ClassVar[int]
     log_id: bytes
     timeline: bytes
     range_ids: _containers.RepeatedScalarFieldContainer[int]
     former_log_ids: _containers.RepeatedScalarFieldContainer[bytes]
     assignment_epochs: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, log_id: _Optional[bytes] = ..., timeline: _Optional[bytes] = ..., range_ids: _Optional[_Iterable[int]] = ..., former_log_ids: _Optional[_Iterable[bytes]] = ..., assignment_epochs: _Optional[_Iterable[int]] = ...) -> None: ...
+    is_unused: bool
+    def __init__(self, log_id: _Optional[bytes] = ..., timeline: _Optional[bytes] = ..., range_ids: _Optional[_Iterable[int]] = ..., former_log_ids: _Optional[_Iterable[bytes]] = ..., assignment_epochs: _Optional[_Iterable[int]] = ..., is_unused: _Optional[bool] = ...) -> None: ...
 
 class CustomUpdate(_message.Message):
     __slots__ = ("name", "hyperparameters", "fingerprint", "problem")
