@@ -38,7 +38,7 @@ class Counters:
     unchanged_bytes: int = 0
     finished_step_count: int = 0
     inner_step_count: int = 0
-    """Of a model with `Outer`, from its first clock on."""
+    """The inner steps of a model with `Outer`, from its first clock on."""
     reported_step_count: int | None = None
     loss: float | None = None
     losses: LossTotals = NO_LOSSES
