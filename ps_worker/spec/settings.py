@@ -359,11 +359,12 @@ def _is_text(given: object) -> bool:
     return isinstance(given, str)
 
 
+_WHOLE = (lambda given: isinstance(given, Integral)), "a whole number"
 _COUNT = _is_count, "a whole number of 0 or more"
 _FLAG = (lambda given: given in (True, False)), "True or False"
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("accumulate", "recompute", "gate_bytes", "after_clock"), _COUNT),
-    "block_elements": ((lambda given: isinstance(given, Integral)), "a whole number"),
+    **dict.fromkeys(("accumulate", "recompute", "block_elements"), _WHOLE),
+    **dict.fromkeys(("gate_bytes", "after_clock"), _COUNT),
     **dict.fromkeys(("allow_non_finite", "overlap_pull"), _FLAG),
     "clip_norm": ((lambda given: given is None or hasattr(given, "__float__")), "a number or None"),
     "name": (_is_text, "text"),
