@@ -89,7 +89,7 @@ def test_a_tables_name_where_a_handle_is_due() -> None:
 @pytest.mark.parametrize(
     ("option", "given", "expected"),
     [
-        ("accumulate", "4", "'4'; expected a whole number of 0 or more"),
+        ("accumulate", "4", "'4'; expected a whole number"),
         ("accumulate", 2.5, "2.5; expected a whole number"),
         ("accumulate", None, "None; expected a whole number"),
         ("recompute", 1.5, "1.5; expected a whole number"),
