@@ -160,7 +160,10 @@ def retained(partition_count: int, draw: random.Random) -> RowsSpec:
 def in_fragments(specs: list[TableSpec], draw: random.Random) -> list[TableSpec]:
     """Some models take outer steps, of one fragment after the other."""
     block_count = sum(-(-spec.element_count // spec.block_elements) for spec in specs)
-    may_be = not any(spec.rows is not None or is_compensated(spec) for spec in specs)
+    may_be = not any(
+        spec.rows is not None or is_compensated(spec) or spec.consistency.backup_workers
+        for spec in specs
+    )
     if not may_be or block_count == 1 or draw.random() >= FRAGMENTS_SHARE:
         return specs
     optimizer = OptimizerSpec(

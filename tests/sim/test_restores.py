@@ -618,7 +618,8 @@ class RestoredSimulation(RestoreSimulation):
                 optimizer = spec.optimizer
                 is_of_gradients = optimizer.kind is not OptimizerKind.ADD
                 has_delay = is_of_gradients and not optimizer.inner_steps and spec.rows is None
-                if has_delay or setting.policy is not StalePolicy.COMPENSATE:
+                may_have = has_delay or setting.policy is not StalePolicy.COMPENSATE
+                if may_have and not (optimizer.fragment_count and setting.backup_workers):
                     spec = replace(spec, consistency=setting).validated()
                     self.world.counts["restored with another consistency"] += 1
             found.append(spec)
