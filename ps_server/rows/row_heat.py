@@ -2,14 +2,14 @@
 
 Rules:
     - Of each call one id of `SAMPLED_SHARE` is counted, from a place on that is another in each
-      call. What is hot shows; what comes once does not.
+      call. What is hot shows; what comes once does not. Of a large call it is one of more ids, and
+      counts as much more, or counting would take as long as finding the rows.
     - Counts fade: all are halved when a number of samples has come. A row that was hot once makes
       way. Of too many ids, those with the lowest counts are forgotten.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -18,6 +18,9 @@ from ps_core.rows import Ids
 SAMPLED_SHARE = 32
 
 _GOLDEN = 0x9E3779B1
+
+_LARGE_COUNT = 2_048
+"""Ids of a call for which one more of `SAMPLED_SHARE` is passed by each time."""
 
 _HALVED_COUNT = 65_536
 """Two million ids."""
@@ -43,7 +46,7 @@ class RowHeat:
     def __init__(self, halved_count: int = _HALVED_COUNT, most_count: int = _MOST_COUNT) -> None:
         self.count = 0
         self._halved_count, self._most_count = halved_count, most_count
-        self._counts: Counter[int] = Counter()  # halves of whole numbers, too
+        self._counts: dict[int, float] = {}
         self._total = 0.0
         self._calls = 0
 
@@ -52,16 +55,20 @@ class RowHeat:
         self.count += len(ids)
         self._calls += 1
         # The upper bits of multiples of the golden ratio: even, whichever calls one looks at.
-        begin = (self._calls * _GOLDEN % 2**32) * SAMPLED_SHARE >> 32
-        chosen = ids[begin::SAMPLED_SHARE].tolist()
-        self._counts.update(chosen)
-        self._total += len(chosen)
+        weight = 1 + len(ids) // _LARGE_COUNT
+        step = weight * SAMPLED_SHARE
+        begin = (self._calls * _GOLDEN % 2**32) * step >> 32
+        chosen = ids[begin::step].tolist()
+        counts = self._counts
+        for row_id in chosen:
+            counts[row_id] = counts.get(row_id, 0) + weight
+        self._total += weight * len(chosen)
         if self._total >= self._halved_count:
             self._total /= 2
-            self._counts = Counter({row_id: count / 2 for row_id, count in self._counts.items()})
+            self._counts = {row_id: count / 2 for row_id, count in self._counts.items()}
         if len(self._counts) > 2 * self._most_count:
             ordered = sorted(self._counts.items(), key=itemgetter(1), reverse=True)
-            self._counts = Counter(dict(ordered[: self._most_count]))
+            self._counts = dict(ordered[: self._most_count])
 
     def hottest(self, count: int) -> list[HotRow]:
         """So many rows, the hottest first; the lower id of two equal ones."""

@@ -37,6 +37,15 @@ def test_every_place_of_a_call_is_sampled_as_often(length: int, turns: int) -> N
     assert max(shares) < 1.5 * min(shares)
 
 
+def test_an_id_of_a_large_call_counts_as_one_of_a_small_call() -> None:
+    heat = RowHeat()
+    for call in range(2_000):  # 1,000,000 ids of the one, 950,000 of the other
+        heat.note(np.full(10_000 if call % 20 == 0 else 500, call % 20 == 0, np.uint64))
+    shares = {each.row_id: each.share for each in heat.hottest(2)}
+    assert shares[1] == pytest.approx(20 / 39, rel=0.05)
+    assert shares[0] == pytest.approx(19 / 39, rel=0.05)
+
+
 def test_what_was_hot_makes_way_and_the_counts_stay_few() -> None:
     draws, heat = np.random.default_rng(6), RowHeat(halved_count=1_000, most_count=50)
     for first in (10**6, 10**9):
