@@ -84,16 +84,23 @@ def pieces(
 ) -> tuple[bytes, memoryview]:
     """The pieces of `join`: everything before the payload, and a view of the payload."""
     view = memoryview(payload).cast("B")
-    head = varint(payload_field << 3 | _BYTES) + varint(view.nbytes)
+    return before(outer_field, rest, payload_field, view.nbytes, padding_field), view
+
+
+def before(
+    outer_field: int, rest: bytes, payload_field: int, byte_count: int, padding_field: int = 0
+) -> bytes:
+    """The bytes of `join` before the payload, which has `byte_count`."""
+    head = varint(payload_field << 3 | _BYTES) + varint(byte_count)
     padding = _head(padding_field, 0) if padding_field else b""
-    outer = _head(outer_field, len(rest) + len(padding) + len(head) + view.nbytes)
+    outer = _head(outer_field, len(rest) + len(padding) + len(head) + byte_count)
     # The padding changes the length before it and, seldom, the size of that length's varint: then
     # the payload is not aligned, which costs its receiver only a copy.
     missing = -(len(outer) + len(rest) + len(padding) + len(head)) % ALIGNMENT_BYTES
     if padding_field and missing:
         padding = _head(padding_field, missing) + bytes(missing)
-        outer = _head(outer_field, len(rest) + len(padding) + len(head) + view.nbytes)
-    return b"".join((outer, rest, padding, head)), view
+        outer = _head(outer_field, len(rest) + len(padding) + len(head) + byte_count)
+    return b"".join((outer, rest, padding, head))
 
 
 def pieces_of_several(
@@ -137,9 +144,9 @@ def _head(field: int, size: int) -> bytes:
     return varint(field << 3 | _BYTES) + varint(size)
 
 
-def wrap(outer_field: int, inner: bytes) -> bytes:
+def wrap(outer_field: int, inner: bytes | memoryview) -> bytes:
     """The outer message whose field `outer_field` holds the serialized `inner`."""
-    return _head(outer_field, len(inner)) + inner
+    return b"".join((_head(outer_field, len(inner)), inner))
 
 
 def split(

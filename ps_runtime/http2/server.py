@@ -225,7 +225,9 @@ class _Call(CallEnd):
         streaming: Any = handler.unary_stream or handler.stream_stream
         async with contextlib.aclosing(streaming(given, self)) as responses:
             async for response in responses:
-                await self._send(serialize(response))
+                # Memory leaves from where it is; grpcio's servers would have a copy.
+                is_memory = isinstance(response, memoryview)
+                await self._send(response if is_memory else serialize(response))
 
     async def _only_request(self, path: str) -> Any:
         try:

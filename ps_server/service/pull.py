@@ -31,7 +31,7 @@ from ps_runtime.system.waiting import arrival
 from ps_server.ranges.events import Place
 from ps_server.service.node import ParameterNode
 from ps_server.service.push_stream import PushStream
-from ps_server.service.range_read import AnswerPart, PullTerms, RangeRead
+from ps_server.service.range_read import AnswerPart, PullTerms, RangeRead, Serialized
 from ps_server.wire.parameter_wire import (
     deadline_s_of,
     pull_end,
@@ -93,7 +93,7 @@ class Pull:
         self._is_one = request.consistent or self._is_shared
         self._reads: deque[RangeRead] = deque()
 
-    def at_once(self) -> list[bytes] | None:
+    def at_once(self) -> list[Serialized] | None:
         """The answer as serialized PullResponses, if available and short; else `parts` goes on."""
         if self._problem is not None:
             return [range_error(*self._problem)]
@@ -140,7 +140,7 @@ class Pull:
             byte_count += found * self._node.block_bytes_at(self._table_id, range_id)
         return count <= limits.MAX_ROW_COUNT and byte_count <= limits.MAX_PULLED_ROW_BYTES
 
-    async def parts(self) -> AsyncIterator[bytes]:
+    async def parts(self) -> AsyncIterator[Serialized]:
         """The answer as serialized PullResponses, in order; available ones come together."""
         if self._problem is not None:
             yield range_error(*self._problem)
@@ -275,7 +275,7 @@ class StreamPulls:
         self._stream.pull_ends(None if task.cancelled() else task.exception())
 
     async def _put(self, pull: Pull, number: int) -> None:
-        held: list[bytes] = []
+        held: list[Serialized] = []
         async for response in pull.parts():
             for before in held:
                 await self._stream.put_part(pull_part(before, number))
@@ -371,15 +371,15 @@ def _overloaded(request: parameters_pb2.PullRequest) -> list[bytes]:
 # --- answers as messages
 
 
-def _messages(parts: Iterable[AnswerPart]) -> Iterator[bytes]:
+def _messages(parts: Iterable[AnswerPart]) -> Iterator[Serialized]:
     """Shared values leave in one message, others in their own."""
     values: list[parameters_pb2.SharedValue] = []
     for part in parts:
         is_full = len(values) == limits.MAX_BATCH_COUNT
-        if values and (is_full or isinstance(part, bytes)):
+        if values and (is_full or isinstance(part, Serialized)):
             yield shared_answer(values)  # answers come in the order of the ranges
             values = []
-        if isinstance(part, bytes):
+        if isinstance(part, Serialized):
             yield part
         else:
             values.append(part)
@@ -387,7 +387,7 @@ def _messages(parts: Iterable[AnswerPart]) -> Iterator[bytes]:
         yield shared_answer(values)
 
 
-def _framed(answer: Sequence[bytes], number: int) -> Iterator[bytes]:
+def _framed(answer: Sequence[Serialized], number: int) -> Iterator[bytes]:
     for index, response in enumerate(answer, 1):
         yield pull_part(response, number, is_last=number > 0 and index == len(answer))
     if not answer or not number:

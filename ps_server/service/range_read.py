@@ -16,8 +16,11 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 from weakref import ref
 
+import numpy as np
+
 from ps_core import limits, sequence_locks
 from ps_core.cluster_view import Role, Session
+from ps_core.envelope import ALIGNMENT_BYTES
 from ps_core.errors import InvalidKeys, InvariantViolation, PushpullError
 from ps_core.keys import RangeId, TableId
 from ps_core.sliced_work import Waiting, Work, at_once
@@ -30,7 +33,12 @@ from ps_server.ranges.range_state import RangeState
 from ps_server.ranges.read_gate import WaitCause
 from ps_server.stores import Shards
 from ps_server.values.row_store import RowStore, Store
-from ps_server.wire.parameter_wire import block_answer, range_error, unchanged_answer
+from ps_server.wire.parameter_wire import (
+    block_answer,
+    block_answer_head,
+    range_error,
+    unchanged_answer,
+)
 from pushpull.v1 import parameters_pb2
 
 _HELD_ANSWER_COUNT = 32
@@ -38,8 +46,11 @@ _HELD_ANSWER_COUNT = 32
 
 _Key = tuple[TableId, RangeId]
 
-AnswerPart = bytes | parameters_pb2.SharedValue
-"""A serialized PullResponse, or a value that the reader takes from shared memory."""
+Serialized = bytes | memoryview
+"""A serialized PullResponse."""
+
+AnswerPart = Serialized | parameters_pb2.SharedValue
+"""A part of an answer, or a value that the reader takes from shared memory."""
 
 _Copy = tuple[int, bytes | memoryview, bytes]
 """A block, its payload, and its presence bits."""
@@ -149,6 +160,7 @@ class RangeRead:
         self._blocks = self._blocks or state.blocks
         if self._held_versions:
             self._held = dict(zip(self._blocks, self._held_versions, strict=False))
+        self._row_elements = spec.element_count
         self._block_bytes = self._codec.payload_bytes(spec.block_elements)
         if self._ids:
             count = max(map(len, self._ids.values())) // limits.ROW_ID_BYTES
@@ -226,6 +238,9 @@ class RangeRead:
                 if isinstance(found, tuple):
                     byte_count += len(found[1])
                     found = self._part(*found)
+                elif isinstance(found, memoryview):
+                    count = len(self._ids[block]) // limits.ROW_ID_BYTES
+                    byte_count += self._codec.payload_bytes(count * self._row_elements)
                 elif not isinstance(found, bytes):
                     byte_count += found.byte_count
                 piece.append(found)
@@ -281,7 +296,7 @@ class RangeRead:
                 return (block, at_once(self._store.listing(block, self._skips[block])), b"")
             if self._ring is not None:
                 return self._ring_value(self._ring, self._store, block)
-            return (block, self._store.read_rows(block, self._ids[block]), b"")
+            return self._rows(self._store, block)
         if effect.keeps_for is not None:
             self._store.keep(effect.keeps_for, block)
         held = self._held.get(block, 0)
@@ -312,6 +327,18 @@ class RangeRead:
             stamp=ring.lock(piece),
         )
 
+    def _rows(self, store: RowStore, block: int) -> memoryview:
+        """The rows of a partition in a serialized PullResponse, which are copied once."""
+        ids = self._ids[block]
+        byte_count = store.rows_byte_count(block, ids)
+        head = block_answer_head(self._value(block, b""), byte_count)
+        begin = -len(head) % ALIGNMENT_BYTES  # so that the rows are aligned
+        memory = np.empty(begin + len(head) + byte_count, np.uint8)
+        message = memory[begin:]
+        message[: len(head)] = np.frombuffer(head, np.uint8)
+        store.read_rows_into(message[len(head) :], block, ids)
+        return message.data
+
     def _versions(self, block: int) -> tuple[int, int]:
         """A block's updates, and those of them that are not the puller's own."""
         effect = self._effect
@@ -319,8 +346,11 @@ class RangeRead:
         return version, version - effect.own_updates.get(block, 0)
 
     def _part(self, block: int, payload: bytes | memoryview, presence: bytes) -> bytes:
+        return block_answer(self._value(block, presence), payload)
+
+    def _value(self, block: int, presence: bytes) -> parameters_pb2.BlockValue:
         version, peer_version = self._versions(block)
-        value = parameters_pb2.BlockValue(
+        return parameters_pb2.BlockValue(
             block=block,
             version=version,
             peer_version=peer_version,
@@ -329,7 +359,6 @@ class RangeRead:
             presence=presence,
             edit_count=self._effect.edit_count,
         )
-        return block_answer(value, payload)
 
 
 class HeldAnswers:

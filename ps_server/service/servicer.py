@@ -23,6 +23,7 @@ from ps_server.rows.row_heat import RowHeat
 from ps_server.service.node import ParameterNode
 from ps_server.service.pull import Pull, StreamPulls
 from ps_server.service.push_stream import PushStream
+from ps_server.service.range_read import Serialized
 from ps_server.values.row_store import RowStore
 from ps_server.wire.parameter_wire import (
     BlockFrame,
@@ -123,7 +124,9 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
                     yield replies
 
     @translated
-    async def Pull(self, request: parameters_pb2.PullRequest, context: Any) -> AsyncIterator[bytes]:
+    async def Pull(
+        self, request: parameters_pb2.PullRequest, context: Any
+    ) -> AsyncIterator[Serialized]:
         session = self._node.sessions.admit(request.session, "Pull")
         async for response in Pull(self._node, request, session).parts():
             yield response

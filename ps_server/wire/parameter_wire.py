@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from google.protobuf.message import DecodeError, Message
 
 from ps_core import limits
-from ps_core.envelope import MAX_BESIDE_BYTES, is_frugal, join, split, wrap
+from ps_core.envelope import MAX_BESIDE_BYTES, before, is_frugal, join, split, wrap
 from ps_core.errors import InvalidConfig, InvalidTensor, PushpullError, Recovering
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
@@ -372,6 +372,11 @@ def block_answer(value: parameters_pb2.BlockValue, payload: bytes | memoryview) 
     return join(_BLOCK_IN_RESPONSE, value.SerializeToString(), _PULLED_PAYLOAD, payload)
 
 
+def block_answer_head(value: parameters_pb2.BlockValue, byte_count: int) -> bytes:
+    """`block_answer` without its payload of so many bytes, which comes last."""
+    return before(_BLOCK_IN_RESPONSE, value.SerializeToString(), _PULLED_PAYLOAD, byte_count)
+
+
 def shared_answer(values: list[parameters_pb2.SharedValue]) -> bytes:
     """A serialized PullResponse of values that the caller reads in shared memory."""
     response = parameters_pb2.PullResponse()
@@ -385,7 +390,7 @@ def unchanged_answer(clock: int, blocks: Iterable[int]) -> bytes:
     return parameters_pb2.PullResponse(unchanged=unchanged).SerializeToString()
 
 
-def pull_part(answer: bytes, read_number: int = 0, *, is_last: bool = False) -> bytes:
+def pull_part(answer: bytes | memoryview, read_number: int = 0, *, is_last: bool = False) -> bytes:
     """A serialized PushPullResponse of a serialized PullResponse."""
     beside = parameters_pb2.PushPullResponse(read_number=read_number, is_last=is_last)
     return wrap(_PULL_IN_PART, answer) + beside.SerializeToString()
@@ -409,6 +414,8 @@ def range_error(range_id: int, error: PushpullError) -> bytes:
     return parameters_pb2.PullResponse(error=message).SerializeToString()
 
 
-def serialized(message: bytes | Message) -> bytes:
+def serialized(message: bytes | memoryview | Message) -> bytes:
     """A serializer for messages that are serialized already."""
-    return message if isinstance(message, bytes) else message.SerializeToString()
+    if isinstance(message, Message):
+        return message.SerializeToString()
+    return bytes(message)

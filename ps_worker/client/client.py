@@ -28,7 +28,7 @@ from ps_worker.client.connection import ClientConnection, Ticket
 from ps_worker.client.data_shards import DataShards
 from ps_worker.client.open_clients import OPEN, Awaiting, has_worker, is_normal_end, opened
 from ps_worker.client.tables import ClientTables, Pulls
-from ps_worker.embedding.rows import cut_ids, gradients_of, ids_of, rows_of
+from ps_worker.embedding.rows import cut_as_given, gradients_of, ids_of, rows_of
 from ps_worker.spec.batch_sizes import BatchSpec
 from ps_worker.spec.straggler import ComputeTime
 from ps_worker.spec.values import (
@@ -477,9 +477,10 @@ class Client:
             WaitExpired: the message says whom the pull waits for.
         """
         check_handle(table)
-        batch = cut_ids(ids_of(ids, hashed_ids=hashed_ids), rows_of(table.table))
-        rows = self.wait(self.pulls.start_rows(table, batch, timeout_s), timeout_s)
-        return rows[batch.places].reshape(*shape_of(ids), table.element_count)
+        cut, places = cut_as_given(ids_of(ids, hashed_ids=hashed_ids), rows_of(table.table))
+        rows = self.wait(self.pulls.start_rows(table, cut, timeout_s), timeout_s)
+        rows = rows if places is None else rows.take(places, axis=0)
+        return rows.reshape(*shape_of(ids), table.element_count)
 
     # --- waiting
 

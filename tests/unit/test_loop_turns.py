@@ -293,7 +293,7 @@ def test_a_read_that_names_too_much_is_refused_in_a_short_turn(raw: bytes) -> No
 
     async def read() -> None:
         request = RequestReader(parameters_pb2.PullRequest)(raw)
-        answers.extend([part async for part in Pull(node, request, WORKER).parts()])
+        answers.extend([bytes(part) async for part in Pull(node, request, WORKER).parts()])
 
     assert turns_of(read())[0] < most_turn_s()
     errors = [parameters_pb2.PullResponse.FromString(each).error.error.code for each in answers]

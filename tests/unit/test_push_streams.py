@@ -182,7 +182,9 @@ def test_the_range_that_refuses_a_consistent_read_answers_first() -> None:
         for range_id, assignment_epoch in ((0, 1), (1, 2)):
             request.ranges.add(range_id=range_id, assignment_epoch=assignment_epoch)
         parts = [part async for part in Pull(a_node(2), request, SESSION).parts()]
-        kinds = [parameters_pb2.PullResponse.FromString(part).WhichOneof("part") for part in parts]
+        kinds = [
+            parameters_pb2.PullResponse.FromString(bytes(part)).WhichOneof("part") for part in parts
+        ]
         assert kinds[0] == "error"
         assert set(kinds[1:]) == {"block"}
 
@@ -218,7 +220,9 @@ def test_ranges_that_have_refused_a_consistent_read_answer_before_the_next_wait(
 
         async def read() -> None:
             async for part in pull.parts():
-                refused.put_nowait(parameters_pb2.PullResponse.FromString(part).error.range_id)
+                refused.put_nowait(
+                    parameters_pb2.PullResponse.FromString(bytes(part)).error.range_id
+                )
 
         reading = asyncio.create_task(read())
         while sum(map(node.parked_count, WaitCause)) < 3:

@@ -37,7 +37,14 @@ from ps_core.tables.optimizers import (
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import Eviction, RowsSpec, RowStorage, TableSpec
 from ps_runtime.cluster import wire
-from ps_worker.embedding.rows import cut_ids, gradients_of, ids_of, payloads_of, rows_of
+from ps_worker.embedding.rows import (
+    cut_as_given,
+    cut_ids,
+    gradients_of,
+    ids_of,
+    payloads_of,
+    rows_of,
+)
 from scheduler.machine import view_size
 
 ROWS = RowsSpec(8, 5)
@@ -214,6 +221,25 @@ def test_a_batch_has_each_id_once_in_its_own_partition() -> None:
         assert rows[:, 1].tolist() == [counts[each] for each in some]
         seen += some
     assert seen == batch.ids.tolist()
+
+
+@pytest.mark.parametrize("partition_count", [1, 7])
+@pytest.mark.parametrize(("most", "is_given"), [(0, True), (1, False), (500, False), (10**6, True)])
+def test_a_pull_asks_for_ids_as_given_unless_many_come_twice(
+    partition_count: int, most: int, is_given: bool
+) -> None:
+    """RC-1."""
+    rows = RowsSpec(partition_count)
+    ids = np.random.default_rng(0).integers(0, max(most, 1), 2_000 if most else 0).astype(np.uint64)
+    cut, places = cut_as_given(ids, rows)
+    assert np.array_equal(cut.ids if places is None else cut.ids[places], ids)
+    assert (len(cut.ids) == len(ids)) == is_given
+    assert (places is None) == (is_given and partition_count == 1)
+    ends = [end for _, end in cut.spans.values()]
+    assert [begin for begin, _ in cut.spans.values()] == [0, *ends[:-1]][: len(ends)]
+    assert ends[-1:] == ([len(cut.ids)] if most else [])
+    for block, (begin, end) in cut.spans.items():
+        assert {partition_of(int(each), rows) for each in cut.ids[begin:end]} == {block}
 
 
 def test_gradients_of_ids_that_come_once_are_where_their_ids_are() -> None:

@@ -140,13 +140,13 @@ def test_a_pull_of_rows_on_disk_is_answered_when_they_have_come(server: Server) 
     assert pull.at_once() is None
 
     async def parts() -> list[bytes]:
-        return [message async for message in pull.parts()]
+        return [bytes(message) async for message in pull.parts()]
 
     assert rows_of(asyncio.run(parts())) == [[-1.0] * LENGTH] * COUNT
     assert server.disk.awaited_count > 0
     again = server.pull(ids).at_once()
     assert again is not None, "all rows are in memory now"
-    assert rows_of(again) == [[-1.0] * LENGTH] * COUNT
+    assert rows_of(list(map(bytes, again))) == [[-1.0] * LENGTH] * COUNT
 
 
 def test_an_update_of_rows_on_disk_goes_on_when_they_have_come(server: Server) -> None:

@@ -34,7 +34,9 @@ from ps_core.tables.table_spec import RowsSpec, TableSpec
 from ps_server.values.row_gradients import RowGradients, gradients_of
 from ps_server.values.row_store import RowStore
 from ps_server.values.update_arithmetic import Terms
-from ps_worker.embedding.rows import RowBatch, cut_ids, ids_of, rows_of
+from ps_worker.embedding.rows import cut_as_given, ids_of, rows_of
+
+Places = npt.NDArray[np.int64] | None
 
 LENGTH, BATCH_COUNT = 64, 8192
 """Elements of a row, and ids of a batch."""
@@ -205,13 +207,15 @@ def member(scheduler: str, lane: str, row_count: str, partition_count: str) -> I
             client.wait(client.push_rows(table, ids, batches.gradient[: len(ids)]))
         spec = rows_of(table.table)
 
-        def start_pull(ids: npt.NDArray[np.int64]) -> tuple[RowBatch, ps.PullTicket[Any]]:
-            batch = cut_ids(ids_of(ids), spec)
-            return batch, client.pulls.start_rows(table, batch)
+        def start_pull(ids: npt.NDArray[np.int64]) -> tuple[Places, ps.PullTicket[Any]]:
+            cut, places = cut_as_given(ids_of(ids), spec)
+            return places, client.pulls.start_rows(table, cut)
 
-        def end_pull(started: tuple[RowBatch, ps.PullTicket[Any]]) -> None:
-            batch, ticket = started
-            client.wait(ticket).take(batch.places, axis=0)
+        def end_pull(started: tuple[Places, ps.PullTicket[Any]]) -> None:
+            places, ticket = started
+            rows = client.wait(ticket)
+            if places is not None:
+                rows.take(places, axis=0)
 
         def pulled(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
             return client.pull_rows(table, ids)
