@@ -477,10 +477,9 @@ class Client:
             WaitExpired: the message says whom the pull waits for.
         """
         check_handle(table)
-        cut, places = cut_as_given(ids_of(ids, hashed_ids=hashed_ids), rows_of(table.table))
+        cut = cut_as_given(ids_of(ids, hashed_ids=hashed_ids), rows_of(table.table))
         rows = self.wait(self.pulls.start_rows(table, cut, timeout_s), timeout_s)
-        rows = rows if places is None else rows.take(places, axis=0)
-        return rows.reshape(*shape_of(ids), table.element_count)
+        return cut.as_given(rows).reshape(*shape_of(ids), table.element_count)
 
     # --- waiting
 

@@ -41,7 +41,7 @@ from ps_worker.client.joined_place import JoinedPlace
 from ps_worker.client.shown_options import OF_THE_CLIENT, THE_CLIENTS, shows
 from ps_worker.compression.push_encoder import PushEncoder, load_kernels
 from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs, codecs_of
-from ps_worker.embedding.rows import MAX_PULLED_COUNT, CutIds, RowBatch
+from ps_worker.embedding.rows import MAX_PULLED_COUNT, CutIds, GivenIds, RowBatch
 from ps_worker.spec.settings import (
     ROWS_DEFAULTS,
     TABLE_DEFAULTS,
@@ -676,7 +676,7 @@ class Pulls:
     def start_rows(
         self,
         table: TableHandle,
-        cut: RowBatch | CutIds,
+        cut: RowBatch | CutIds | GivenIds,
         timeout_s: float | None = None,
         *,
         clock: int | None = None,

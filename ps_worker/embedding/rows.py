@@ -42,10 +42,10 @@ class RowPiece(NamedTuple):
 
 
 class CutIds(NamedTuple):
-    """Ids, partition by partition.
+    """Distinct ids, partition by partition.
 
     Shapes:
-        ids: (n,); distinct and ascending within a partition, unless they are as `cut_as_given`.
+        ids: (n,), ascending within a partition.
         spans: partition -> [begin, end) of its ids.
     """
 
@@ -62,6 +62,27 @@ class CutIds(NamedTuple):
                 if low < end and high > begin
             }
             yield RowPiece(begin, self.ids[begin:end], spans)
+
+
+class GivenIds(NamedTuple):
+    """The ids of a pull, partition by partition; one that was given twice may be there twice.
+
+    Shapes:
+        ids, spans: as of `CutIds`.
+        places: for each given id, in order, its place in `ids`; None: they are as given.
+    """
+
+    ids: Ids
+    spans: dict[int, tuple[int, int]]
+    places: npt.NDArray[np.int64] | None
+
+    def pieces(self, most: int) -> Iterator[RowPiece]:
+        """As of `CutIds`."""
+        return CutIds(self.ids, self.spans).pieces(most)
+
+    def as_given(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The rows of `ids`, in the order of the given ids."""
+        return rows if self.places is None else rows.take(self.places, axis=0)
 
 
 class RowBatch(NamedTuple):
@@ -156,19 +177,18 @@ def cut_ids(ids: Ids, rows: RowsSpec) -> RowBatch:
     return RowBatch(ordered.keys, _spans(partitions, rows.partition_count), places, ordered)
 
 
-def cut_as_given(ids: Ids, rows: RowsSpec) -> tuple[CutIds, npt.NDArray[np.int64] | None]:
-    """Cut ids by partition for a pull alone, and for each given id its place among them; None: they
-    are as given. An id that comes twice is there twice where few do: to find all that do, and to
-    put the rows in their places, takes longer than to pull these.
+def cut_as_given(ids: Ids, rows: RowsSpec) -> GivenIds:
+    """Cut ids by partition for a pull alone. One that comes twice is asked for twice where few do:
+    to find all that do, and to put the rows in their places, takes longer than to pull these.
     """
     if _has_many_twice(ids):
         batch = cut_ids(ids, rows)
-        return CutIds(batch.ids, batch.spans), batch.places
+        return GivenIds(batch.ids, batch.spans, batch.places)
     if rows.partition_count == 1:
-        return CutIds(ids, {0: (0, len(ids))} if len(ids) else {}), None
+        return GivenIds(ids, {0: (0, len(ids))} if len(ids) else {}, None)
     partitions = partitions_of(mixed_ids(ids, salt_of(rows.seed)), rows.partition_count)
     order = _by_partition(partitions)
-    return CutIds(ids[order], _spans(partitions, rows.partition_count)), _inverse(order)
+    return GivenIds(ids[order], _spans(partitions, rows.partition_count), _inverse(order))
 
 
 def _has_many_twice(ids: Ids) -> bool:

@@ -231,10 +231,10 @@ def test_a_pull_asks_for_ids_as_given_unless_many_come_twice(
     """RC-1."""
     rows = RowsSpec(partition_count)
     ids = np.random.default_rng(0).integers(0, max(most, 1), 2_000 if most else 0).astype(np.uint64)
-    cut, places = cut_as_given(ids, rows)
-    assert np.array_equal(cut.ids if places is None else cut.ids[places], ids)
+    cut = cut_as_given(ids, rows)
+    assert np.array_equal(cut.as_given(cut.ids), ids)
     assert (len(cut.ids) == len(ids)) == is_given
-    assert (places is None) == (is_given and partition_count == 1)
+    assert (cut.places is None) == (is_given and partition_count == 1)
     ends = [end for _, end in cut.spans.values()]
     assert [begin for begin, _ in cut.spans.values()] == [0, *ends[:-1]][: len(ends)]
     assert ends[-1:] == ([len(cut.ids)] if most else [])

@@ -34,9 +34,7 @@ from ps_core.tables.table_spec import RowsSpec, TableSpec
 from ps_server.values.row_gradients import RowGradients, gradients_of
 from ps_server.values.row_store import RowStore
 from ps_server.values.update_arithmetic import Terms
-from ps_worker.embedding.rows import cut_as_given, ids_of, rows_of
-
-Places = npt.NDArray[np.int64] | None
+from ps_worker.embedding.rows import GivenIds, cut_as_given, ids_of, rows_of
 
 LENGTH, BATCH_COUNT = 64, 8192
 """Elements of a row, and ids of a batch."""
@@ -207,15 +205,13 @@ def member(scheduler: str, lane: str, row_count: str, partition_count: str) -> I
             client.wait(client.push_rows(table, ids, batches.gradient[: len(ids)]))
         spec = rows_of(table.table)
 
-        def start_pull(ids: npt.NDArray[np.int64]) -> tuple[Places, ps.PullTicket[Any]]:
-            cut, places = cut_as_given(ids_of(ids), spec)
-            return places, client.pulls.start_rows(table, cut)
+        def start_pull(ids: npt.NDArray[np.int64]) -> tuple[GivenIds, ps.PullTicket[Any]]:
+            cut = cut_as_given(ids_of(ids), spec)
+            return cut, client.pulls.start_rows(table, cut)
 
-        def end_pull(started: tuple[Places, ps.PullTicket[Any]]) -> None:
-            places, ticket = started
-            rows = client.wait(ticket)
-            if places is not None:
-                rows.take(places, axis=0)
+        def end_pull(started: tuple[GivenIds, ps.PullTicket[Any]]) -> None:
+            cut, ticket = started
+            cut.as_given(client.wait(ticket))
 
         def pulled(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
             return client.pull_rows(table, ids)
