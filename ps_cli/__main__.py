@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -15,6 +14,7 @@ from ps_cli.bench.lanes import chosen_lanes
 from ps_cli.bench.settings import BenchOptions, BenchSettings
 from ps_cli.checkpoint.app import checkpoint_app
 from ps_cli.compare.options import CompareOptions
+from ps_cli.console.json_text import json_text
 from ps_cli.console.options import SchedulerAddress, ScriptCommand, options_of
 from ps_cli.console.output import Output
 from ps_cli.console.reported import USAGE_EXIT_CODE, guarded, reported
@@ -172,7 +172,7 @@ async def _show_status(scheduler: str, as_json: bool, output: Output) -> int:
     answer = await first_status(scheduler)
     document = status_document(answer.response, await server_answers(answer))
     if as_json:
-        output.say(json.dumps(document, indent=2))
+        output.say(json_text(document))
     else:
         output.print(status_view(document), fits=True)
     return 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ps_cli.compare.figures import ModeRow, RunFigures
+from ps_cli.console.json_text import finite
 
 FORMAT = 2
 """Raised when a field of the JSON changes its meaning."""
@@ -69,7 +69,7 @@ def document_of(
         "modes": [asdict(row) for row in rows],
         "runs": [_run(run) for run in runs],
     }
-    cleaned: dict[str, Any] = _finite(document)
+    cleaned: dict[str, Any] = finite(document)
     return cleaned
 
 
@@ -77,13 +77,3 @@ def _run(run: ComparedRun) -> dict[str, Any]:
     derived = ("steps_per_s", "mean_staleness", "max_staleness", "wait_share")
     figures = asdict(run.figures) | {name: getattr(run.figures, name) for name in derived}
     return {**asdict(run), "figures": figures}
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _finite(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

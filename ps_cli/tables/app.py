@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 from typing import Annotated
 
 import typer
 
+from ps_cli.console.json_text import json_text
 from ps_cli.console.options import SchedulerAddress
 from ps_cli.console.output import Output
 from ps_cli.console.reported import guarded
@@ -69,7 +69,7 @@ def tables_top(
         answers = await server_answers(answer)
         document = hot_rows_document(answer.response, answers, names, rows, run)
         if as_json:
-            output.say(json.dumps(document, indent=2))
+            output.say(json_text(document))
         else:
             output.print(hot_rows_view(document), fits=True)
         return 0

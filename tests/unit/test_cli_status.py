@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import math
 
+import pytest
 from rich.console import Console
 
+from ps_cli.console.json_text import json_text
 from ps_cli.console.scheduler_query import ServerAnswer
 from ps_cli.console.words import size, spans
 from ps_cli.status.document import StatusDocument, status_document
@@ -113,6 +116,15 @@ def test_the_document_is_json_and_says_who_serves_what() -> None:
         (2, ["3-4"], 2),
     ]
     assert made["servers"][0]["gate_bytes"] == 512
+
+
+def test_a_loss_that_is_not_finite_is_null_in_json() -> None:
+    """A diverged run is what a program watches for, and NaN is no JSON."""
+    answer = cluster()
+    answer.nodes[2].progress.loss = math.nan
+    made = status_document(answer, {})
+    assert json.loads(json_text(made), parse_constant=pytest.fail)["nodes"][2]["loss"] is None
+    assert "nan" in shown(answer)
 
 
 def test_lost_ranges_are_the_first_thing_that_it_says() -> None:
