@@ -25,7 +25,8 @@ LANES = ("shm", "grpc", "mixed")
 
 class NodeEntry(TypedDict):
     """One node. Only a worker has a `rank` and `clocks` (by table name), only a worker or a reader
-    that has met a server a `lane` (one of `LANES`).
+    that has met a server a `lane` (one of `LANES`). `last_heard_s` is None for one that has left or
+    is gone.
     """
 
     node_id: int
@@ -35,7 +36,7 @@ class NodeEntry(TypedDict):
     rank: int | None
     address: str
     state: str
-    last_heard_s: float
+    last_heard_s: float | None
     view_number: int
     clocks: dict[str, int]
     step_count: int
@@ -281,7 +282,7 @@ def _node(status: scheduler_pb2.NodeStatus, view: ClusterView) -> NodeEntry:
         rank=node.rank if node.role is Role.WORKER else None,
         address=node.address,
         state=node.state.value,
-        last_heard_s=status.last_heard_ms / 1000,
+        last_heard_s=status.last_heard_ms / 1000 if node.state.is_member else None,
         view_number=status.view_number,
         clocks={
             names.get(table.table_id, f"table {table.table_id}"): table.clock

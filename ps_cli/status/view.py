@@ -184,7 +184,7 @@ def _clients(nodes: Sequence[NodeEntry]) -> Table:
             "" if node["rank"] is None else str(node["rank"]),
             node["state"],
             "" if node["lane"] is None else f"lane={node['lane']}",
-            f"{node['last_heard_s']:.1f} s ago",
+            "" if node["last_heard_s"] is None else f"{node['last_heard_s']:.1f} s ago",
             f"{node['step_count']}{planned}",
             clocks,
             "" if node["loss"] is None else f"{node['loss']:.4f}",

@@ -118,6 +118,15 @@ def test_the_document_is_json_and_says_who_serves_what() -> None:
     assert made["servers"][0]["gate_bytes"] == 512
 
 
+def test_a_node_that_has_ended_was_not_heard_just_now() -> None:
+    answer = cluster()
+    for state in (types_pb2.NODE_STATE_LEFT, types_pb2.NODE_STATE_GONE):
+        answer.nodes[2].node.state = state
+        answer.nodes[2].last_heard_ms = 0
+        assert status_document(answer, {})["nodes"][2]["last_heard_s"] is None
+        assert "s ago" not in shown(answer)
+
+
 def test_a_loss_that_is_not_finite_is_null_in_json() -> None:
     """A diverged run is what a program watches for, and NaN is no JSON."""
     answer = cluster()
