@@ -190,6 +190,8 @@ def _judged(ending: RunEnd, records: Sequence[WorkerRecord], mode: str) -> tuple
     others = other_tables(records, ComparedMode.parsed(mode))
     names = ", ".join(f"'{table.name}' is {table.mode}" for table in others[:3])
     remark = f"the script's own settings, or a table's: table {names}, not {mode}" * bool(others)
+    cut = ", ".join(str(record.rank) for record in records if not record.is_whole)
+    cut = f"the figures lack what worker {cut} did at the end: its record breaks off" if cut else ""
     if others and len(others) == len(gradient_tables(records)):
         return FAILED, (
             f"{remark}; expected a script without consistency= and codecs, or with the client's, "
@@ -200,7 +202,7 @@ def _judged(ending: RunEnd, records: Sequence[WorkerRecord], mode: str) -> tuple
             "no worker recorded a step; expected a script that trains with DistributedOptimizer, "
             "or reports its losses with client.report(loss=...)"
         )
-    return FINISHED, remark
+    return FINISHED, "; ".join(filter(None, (remark, cut)))
 
 
 def _outcome(run: ComparedRun) -> str:

@@ -62,7 +62,7 @@ class LossEntry:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """One worker of one run."""
+    """One worker of one run. `is_whole` if it ends as the worker's client did."""
 
     rank: int
     tables: tuple[TableEntry, ...]
@@ -71,6 +71,7 @@ class WorkerRecord:
     quality: dict[str, float | None]
     pushed_bytes: int = 0
     pulled_bytes: int = 0
+    is_whole: bool = True
 
 
 def read_records(directory: Path) -> tuple[WorkerRecord, ...]:
@@ -88,7 +89,7 @@ def _read(path: Path) -> WorkerRecord | None:
     losses: list[LossEntry] = []
     tables: list[TableEntry] = []
     quality: dict[str, float | None] = {}
-    byte_counts = 0, 0
+    byte_counts, is_whole = (0, 0), lines[-1]["kind"] == "end"
     for line in lines[1:]:
         began_s = line.get("began_s", began_s)
         at_s = began_s + line.get("t_s", 0.0)
@@ -115,7 +116,13 @@ def _read(path: Path) -> WorkerRecord | None:
             pushed_bytes, pulled_bytes = byte_counts
             byte_counts = pushed_bytes + line["pushed_bytes"], pulled_bytes + line["pulled_bytes"]
     return WorkerRecord(
-        lines[0]["rank"], tuple(tables), tuple(steps), tuple(losses), quality, *byte_counts
+        lines[0]["rank"],
+        tuple(tables),
+        tuple(steps),
+        tuple(losses),
+        quality,
+        *byte_counts,
+        is_whole=is_whole,
     )
 
 

@@ -13,6 +13,7 @@ A record is `worker-RANK.jsonl` in the directory of the setting `record`; each l
 Rules:
     - The line of a step is written when the next step begins, because its loss comes after it.
     - Lines are written whole and at once, so the record of a killed worker can be read.
+    - A record that takes no more (a full disk) ends there, which is logged; training goes on.
     - A number that is not finite is null.
     - Workers that record begin their first step together.
     - A process that records there again, as after a restore in place, goes on in its file with
@@ -21,6 +22,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
@@ -32,6 +34,7 @@ from typing import TextIO
 from ps_core.codecs.choices import name_of
 from ps_core.errors import InvalidConfig
 from ps_core.tables.table_spec import TableSpec
+from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_worker.compression.table_codecs import TableCodecs
 
@@ -70,13 +73,19 @@ _begun: set[Path] = set()
 
 
 class StepRecord:
-    """A worker's record, in `directory`; empty records nothing. Thread-safe."""
+    """A worker's record, in `directory`; empty records nothing. Thread-safe.
+
+    Attributes:
+        is_on: it was begun, though its disk may have taken no more since: workers that record begin
+            their first step together.
+    """
 
     def __init__(self, directory: str, rank: int, worker_count: int) -> None:
         self._lock = threading.Lock()
         self._file: TextIO | None = None
         self._step: dict[str, object] | None = None
         self._began_s = now_s()
+        self.is_on = False
         if not directory:
             return
         try:
@@ -85,15 +94,13 @@ class StepRecord:
             goes_on = path in _begun
             self._file = path.open("a" if goes_on else "w", encoding="utf-8", buffering=1)
             _begun.add(path)
-            self._write("start", rank=rank, worker_count=worker_count, began_s=self._began_s)
+            start = {"rank": rank, "worker_count": worker_count, "began_s": self._began_s}
+            self._file.write(_line("start", start))
+            self.is_on = True
         except OSError as error:
             raise InvalidConfig(
                 f"record is '{directory}', where nothing can be written: {error.strerror}"
             ) from error
-
-    @property
-    def is_on(self) -> bool:
-        return self._file is not None
 
     def table(self, spec: TableSpec, codecs: TableCodecs) -> None:
         """Record a table that the script has created, or found created."""
@@ -129,14 +136,10 @@ class StepRecord:
 
     def close(self, pushed_bytes: int, pulled_bytes: int) -> None:
         with self._lock:
-            if self._file is not None:
-                try:
-                    self._flush()
-                    byte_counts = {"pushed_bytes": pushed_bytes, "pulled_bytes": pulled_bytes}
-                    self._write("end", t_s=self._now_s(), **byte_counts)
-                finally:
-                    file, self._file = self._file, None
-                    file.close()
+            self._flush()
+            byte_counts = {"pushed_bytes": pushed_bytes, "pulled_bytes": pulled_bytes}
+            self._write("end", t_s=self._now_s(), **byte_counts)
+            self._close()
 
     def _now_s(self) -> float:
         return now_s() - self._began_s
@@ -147,8 +150,28 @@ class StepRecord:
             self._write("step", **step)
 
     def _write(self, kind: str, **fields: object) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps({"kind": kind, **fields}) + "\n")
+        if self._file is None:
+            return
+        try:
+            self._file.write(_line(kind, fields))
+        except OSError as error:
+            logs.warning(
+                "steps_not_recorded",
+                path=self._file.name,
+                error=error.strerror,
+                remedy="training goes on; the record has the steps before this line",
+            )
+            self._close()
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # it tries to write what it could not
+                file.close()
+
+
+def _line(kind: str, fields: Mapping[str, object]) -> str:
+    return json.dumps({"kind": kind, **fields}) + "\n"
 
 
 def _finite(value: float) -> float | None:

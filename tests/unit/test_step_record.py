@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -90,6 +93,42 @@ def test_losses_without_a_step_of_ours_are_kept_with_their_clock(tmp_path: Path)
     (read,) = read_records(tmp_path)
     assert read.steps == ()
     assert read.losses == (LossEntry(7, read.losses[0].at_s, 0.5),)
+
+
+class FullFile(io.StringIO):
+    """Takes no more, and says so again when it is closed."""
+
+    name = "worker-0.jsonl"
+
+    def write(self, _: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self) -> None:
+        super().close()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_training_goes_on_when_the_disk_takes_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = StepRecord(str(tmp_path), 0, 1)
+    record.step(line(1))
+    record.step(line(2))
+    assert record._file is not None
+    record._file.close()
+    record._file = FullFile()
+    with caplog.at_level("WARNING", "pushpull"):
+        record.step(line(3))
+        record.step(line(4))
+        record.loss(0.5, 4)
+        record.quality({"accuracy": 0.75})
+        record.close(70, 30)
+    assert record.is_on, "others wait for its first step"
+    assert [one.getMessage().split()[0] for one in caplog.records] == ["event=steps_not_recorded"]
+    assert "No space left on device" in caplog.text
+    (read,) = read_records(tmp_path)
+    assert len(read.steps) == 1
+    assert not read.is_whole
 
 
 def test_a_record_that_was_cut_counts_up_to_there(tmp_path: Path) -> None:
