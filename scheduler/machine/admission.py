@@ -32,6 +32,7 @@ MAX_FINGERPRINT_BYTES = 1024
 MAX_FEATURE_COUNT = 64
 MAX_FEATURE_BYTES = 64
 _LISTED_COUNT = 8
+_MISSED_INTERVALS = 1.5  # between two heartbeats of a node that lives, at most, as a rule
 _SERVER_RESERVE = 200  # places for servers beside `server_count`: for left ones, and new ones
 _WILDCARDS = frozenset({"", "0.0.0.0", "::", "[::]", "*"})  # noqa: S104 - they are refused
 
@@ -238,6 +239,7 @@ def _check_servers(request: Registration, state: ClusterState, heard: Heard) -> 
                 f"(default, avx2 or avx512), and, where selftest alone differs, from one image"
             )
         if request.shares_log(state.members[node.node_id].registration):
+            _check_not_copied(request, node, heard)
             continue  # the caller has the log's lock, so that one is dead
         # A silent server's address may be taken, because a restart on the same port does that.
         if node.address == request.address and node.state is NodeState.ALIVE:
@@ -245,6 +247,24 @@ def _check_servers(request: Registration, state: ClusterState, heard: Heard) -> 
             if request.waited_s is not None and heard.may_be_dead(node, request.waited_s):
                 raise _ask_again(f"{taken}; it is free when that one is silent", heard)
             raise InvalidConfig(taken)
+
+
+def _check_not_copied(request: Registration, node: Node, heard: Heard) -> None:
+    """Ask a server to come again, that waits, if another with its update log was heard just now at
+    another address. One that is heard since lives: its directory was copied.
+    """
+    is_heard = heard.quiet_s(node.node_id) < _MISSED_INTERVALS * heard.interval_s
+    may_live = node.state is NodeState.ALIVE and is_heard and node.address != request.address
+    if request.waited_s is None or not may_live:
+        return
+    former = heard.describe(node)
+    if heard.may_be_dead(node, request.waited_s):
+        reason = f"the update log is that of {former}; it is free when that one is not heard"
+        raise _ask_again(reason, heard)
+    raise InvalidConfig(
+        f"the update log is a copy of that of {former}, which lives, and has more: start this "
+        "server with an empty directory (--update-log)"
+    )
 
 
 def _ask_again(reason: str, heard: Heard) -> Recovering:

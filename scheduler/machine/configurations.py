@@ -27,7 +27,7 @@ Rules:
       has no primary any more: nobody waits for their logs. When it is placed again, the new
       `placed_epoch` tells who held it, or comes with a log of it, that it is empty.
     - A primary's update log has everything that it committed. A server that has the log has its
-      lock, so the old primary is dead, silent or not (SEMANTICS S13).
+      lock, so the old primary is dead, silent or not (SEMANTICS S13); `admission` refuses a copy.
     - A promoted backup that others hold the range beside has acknowledged nothing before its first
       request is granted. Until then the range comes back with the former primary's log, too, and
       with the log of whoever was promoted since, if it has the range under such a term: both have

@@ -62,6 +62,40 @@ def test_it_is_given_what_the_last_primary_with_that_log_had() -> None:
         assert r.assignment_epoch == epochs[r.range_id] + (r.range_id in had)
 
 
+class TestCopiedLog:
+    """A server with a copy of a living server's log: its lock says nothing of that one."""
+
+    def test_a_living_server_keeps_its_ranges(self) -> None:
+        cluster = Logged()
+        had = cluster.of(cluster.first)
+        refused(
+            errors.Recovering,
+            "the update log is that of server node 1",
+            by=lambda: cluster.come(ONE, *had, waited_s=0.0),
+            of=cluster,
+        )
+        cluster.pass_time(2.0, cluster.first, cluster.second, cluster.worker)
+        refused(
+            errors.InvalidConfig,
+            "the update log is a copy of that of server node 1",
+            "empty directory",
+            by=lambda: cluster.come(ONE, *had, waited_s=2.0),
+            of=cluster,
+        )
+
+    def test_a_dead_servers_log_is_taken_when_a_heartbeat_is_missed(self) -> None:
+        cluster = Logged()
+        had = cluster.of(cluster.first)
+        cluster.pass_time(1.6, cluster.second, cluster.worker)
+        assert cluster.node(cluster.first).state is NodeState.ALIVE
+        assert cluster.of(cluster.come(ONE, *had, waited_s=0.0)) == had
+
+    def test_a_server_at_the_same_address_is_in_its_place(self) -> None:
+        cluster = Logged()
+        had, address = cluster.of(cluster.first), cluster.node(cluster.first).address
+        assert cluster.of(cluster.come(ONE, *had, address=address, waited_s=0.0)) == had
+
+
 class PowerCut(Logged):
     """Both servers die within a lease, or one after the other was told to stop and has left: the
     scheduler promotes the second, which is dead, too.
