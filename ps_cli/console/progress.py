@@ -38,7 +38,9 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class WorkerSample:
-    """A worker's report of itself; `reported_at_s` is on the caller's clock."""
+    """A worker's report of itself; `reported_at_s` is on the caller's clock. `is_begun` if it has a
+    table: before that a worker of a resumed run does not know its steps.
+    """
 
     rank: int
     state: str
@@ -50,6 +52,7 @@ class WorkerSample:
     loss: float | None
     staleness: int
     waiting_for: str
+    is_begun: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,7 @@ def _sample(status: scheduler_pb2.NodeStatus, now_s: float) -> WorkerSample:
         loss=said.loss if said.HasField("loss") else None,
         staleness=said.staleness,
         waiting_for=said.waiting_for,
+        is_begun=bool(said.tables),
     )
 
 
@@ -122,6 +126,8 @@ class RateWindow:
             reports = self._reports.setdefault(sample.rank, deque())
             if reports and sample.reported_at_s - reports[-1].reported_at_s < _SAME_REPORT_S:
                 reports.pop()
+            if reports and sample.is_begun and not reports[-1].is_begun:
+                reports.clear()
             reports.append(sample)
             while len(reports) > 2 and reports[1].reported_at_s < sample.reported_at_s - WINDOW_S:
                 reports.popleft()

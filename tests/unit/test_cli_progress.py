@@ -92,6 +92,17 @@ def test_rates_are_differences_over_the_time_between_reports() -> None:
     assert row.bytes_per_s == pytest.approx(4 * MEGABYTE)
 
 
+def test_a_resumed_run_has_no_rate_of_the_steps_before_it() -> None:
+    window = RateWindow()
+    joined = worker(0, 0)
+    del joined.progress.tables[:]
+    window.observe(worker_samples(message(joined), 10.0))
+    window.observe(worker_samples(message(worker(0, 60_010, planned_step_count=90_000)), 11.0))
+    assert (window.rows()[0].steps_per_s, window.rows()[0].left_s) == (None, None)
+    window.observe(worker_samples(message(worker(0, 60_030, planned_step_count=90_000)), 13.0))
+    assert window.rows()[0].steps_per_s == pytest.approx(10.0)
+
+
 def test_reading_one_report_twice_does_not_lower_the_rate() -> None:
     window = RateWindow()
     window.observe(worker_samples(message(worker(0, 0)), 10.0))
