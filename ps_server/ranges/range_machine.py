@@ -541,9 +541,11 @@ class EntryRules:
                 f"{clock}"
             )
         if not first <= clock <= last:
+            remedy = "a worker that joins others pulls the table before its first push: the pull "
+            remedy = f"; {remedy}says at which clock it begins" * (clock < first)
             return InvalidConfig(
                 f"clock {clock} of table '{self._state.name}' by worker {worker.rank}; "
-                f"expected {first} (at most {last})"
+                f"expected {first} (at most {last}){remedy}"
             )
         return None
 

@@ -151,7 +151,7 @@ class Client:
         gone, or came beyond the number that the cluster was started for.
 
         It begins at the clock of the others: at `DistributedOptimizer.clock`, or at a table's
-        `clock` after its first pull.
+        `clock` after its first pull, which a script makes before its first push.
         """
         return self.engine.is_late_joiner
 

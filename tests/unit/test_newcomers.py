@@ -112,6 +112,16 @@ def test_updates_have_it_from_its_first_clock_on_and_in_rank_order() -> None:
     assert [r.contributor_count for r in records] == [2, 3], "means divide by them"
 
 
+def test_one_that_does_not_know_its_place_is_told_how_it_learns_that() -> None:
+    bench = growing()
+    steps(bench, 1, 0, 1)
+    assert bench.join(2) == 1
+    push = PushEvent(PLACE, bench.sender_of(2), 1, 1, 0, 256, (2, 1))
+    said = problem(bench.machine.entry(push, bench.now_s)).message
+    assert said.startswith("clock 1 of table 'model' by worker 2; expected 2 (at most")
+    assert "pulls the table before its first push" in said
+
+
 def test_the_update_that_is_under_way_forms_without_it() -> None:
     bench = growing()
     bench.step(0, 1)
