@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numba import int64, uint64
 
-from ps_core.compiled_loops import compiled, mixed
-from ps_server.rows.prefetching import to_read
+from ps_core.compiled_loops import compiled, mixed, to_read
 
 _AHEAD_COUNT = 32
 """Elements after which one is used that the processor was told of."""

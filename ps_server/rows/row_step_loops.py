@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ps_core.compiled_loops import compiled
-from ps_server.rows.prefetching import to_write
+from ps_core.compiled_loops import compiled, to_write
 
 _GROUP_COUNT = 32
 

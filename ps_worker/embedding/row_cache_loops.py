@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 from numba import uint64
 
-from ps_core.compiled_loops import compiled, mixed
+from ps_core.compiled_loops import compiled, mixed, to_read, to_write
 from ps_worker.embedding.row_cache_passes import CLOCK, ID, SALT, USE
 
 _GROUP_COUNT = 32
-"""Ids whose sets are read before the first of their rows: so memory is waited for once a group."""
+"""Ids whose sets, and then rows, the processor is told of before it looks at the first: so memory
+is waited for twice a group."""
+
+_LINE_BYTES = 64
 
 _SALT = uint64(int(SALT))
 _HALF, _LOWER = uint64(32), uint64(0xFFFFFFFF)
@@ -23,14 +26,26 @@ _SETS, _ROWS = "int64[:,:,::1]", "uint8[:,::1]"
 
 
 @compiled(f"int64(uint64, {_SETS})")
-def _place(row_id: Any, sets: Any) -> Any:
-    """The place of an id, or -1 - the first of its set."""
+def _set_of(row_id: Any, sets: Any) -> Any:
+    return np.int64(((mixed(row_id ^ _SALT) & _LOWER) * uint64(sets.shape[0])) >> _HALF)
+
+
+@compiled(f"void({_IDS}, {_SETS}, int64, int64, int64[::1])")
+def _find(ids: Any, sets: Any, begin: Any, end: Any, found: Any) -> None:
+    """The place of each id of a group, or -1 - the first of its set."""
     way_count = sets.shape[2]
-    number = np.int64(((mixed(row_id ^ _SALT) & _LOWER) * uint64(sets.shape[0])) >> _HALF)
-    for way in range(way_count):
-        if uint64(sets[number, ID, way]) == row_id and sets[number, CLOCK, way] >= 0:
-            return number * way_count + way
-    return -1 - number * way_count
+    for at in range(begin, end):
+        number = _set_of(ids[at], sets)
+        found[at] = number
+        for kind in (ID, CLOCK, USE):
+            to_write(sets, number, kind, 0)
+    for at in range(begin, end):
+        number = found[at]
+        found[at] = -1 - number * way_count
+        for way in range(way_count):
+            if uint64(sets[number, ID, way]) == ids[at] and sets[number, CLOCK, way] >= 0:
+                found[at] = number * way_count + way
+                break
 
 
 @compiled(f"void({_IDS}, {_SETS}, {_ROWS}, UniTuple(int64, 2), {_ROWS}, int64[::1])")
@@ -39,8 +54,11 @@ def get(ids: Any, sets: Any, rows: Any, since_and_use: Any, out: Any, found: Any
     way_count, length = sets.shape[2], rows.shape[1]
     for begin in range(0, len(ids), _GROUP_COUNT):
         end = min(begin + _GROUP_COUNT, len(ids))
+        _find(ids, sets, begin, end, found)
         for at in range(begin, end):
-            found[at] = _place(ids[at], sets)
+            if found[at] >= 0:
+                for byte in range(0, length, _LINE_BYTES):
+                    to_read(rows, found[at], byte)
         for at in range(begin, end):
             place = found[at]
             found[at] = -1
@@ -58,28 +76,38 @@ def get(ids: Any, sets: Any, rows: Any, since_and_use: Any, out: Any, found: Any
 def put(ids: Any, sets: Any, rows: Any, given: Any, clock: Any, use: Any) -> None:
     way_count, length, nowhere = sets.shape[2], rows.shape[1], rows.shape[0]
     targets = np.empty(len(ids), np.int64)
+    for begin in range(0, len(ids), _GROUP_COUNT):
+        end = min(begin + _GROUP_COUNT, len(ids))
+        _find(ids, sets, begin, end, targets)
+        for at in range(begin, end):
+            place = targets[at]
+            if place >= 0:
+                number, way = place // way_count, place % way_count
+                if sets[number, CLOCK, way] > clock:
+                    targets[at] = nowhere
+                else:
+                    sets[number, USE, way] = use
     for at in range(len(ids)):
-        place = _place(ids[at], sets)
-        if place >= 0:
-            number, way = place // way_count, place % way_count
-            if sets[number, CLOCK, way] > clock:
-                place = nowhere
-            else:
-                sets[number, USE, way] = use
-        targets[at] = place
-    for at in range(len(ids)):
-        place = targets[at]
-        if place < 0:
-            number, victim = (-1 - place) // way_count, 0
+        if targets[at] < 0:
+            number, victim = (-1 - targets[at]) // way_count, 0
             for way in range(1, way_count):
                 if sets[number, USE, way] < sets[number, USE, victim]:
                     victim = way
             if sets[number, USE, victim] == use:
+                targets[at] = nowhere
                 continue
-            place = number * way_count + victim
+            targets[at] = number * way_count + victim
             sets[number, ID, victim] = np.int64(ids[at])
             sets[number, USE, victim] = use
-        if place < nowhere:
-            sets[place // way_count, CLOCK, place % way_count] = clock
-            for element in range(length):
-                rows[place, element] = given[at, element]
+    for begin in range(0, len(ids), _GROUP_COUNT):
+        end = min(begin + _GROUP_COUNT, len(ids))
+        for at in range(begin, end):
+            if targets[at] < nowhere:
+                for byte in range(0, length, _LINE_BYTES):
+                    to_write(rows, targets[at], byte)
+        for at in range(begin, end):
+            place = targets[at]
+            if place < nowhere:
+                sets[place // way_count, CLOCK, place % way_count] = clock
+                for element in range(length):
+                    rows[place, element] = given[at, element]
