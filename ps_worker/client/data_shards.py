@@ -84,6 +84,7 @@ class DataShards:
         self._ahead: deque[int] = deque()  # leased, and not drawn
         self._is_over = False
         self._handed: HandedBatches | None = None  # by the loop that runs
+        self._ends_with_steps = False  # that loop's end counts what a step was taken after
         asking = self._leased(None, want_count=0)
         self._pass_number: int = connection.asked(asking, self._deadline_s).pass_number
 
@@ -120,20 +121,17 @@ class DataShards:
             raise InvalidConfig(
                 "the loader drops its last samples, which the pass counts; expected drop_last=False"
             )
-        with self._opened() as handed:
-            try:
-                while self._begin_round(handed):
-                    for batch in loader:
-                        self._check_drawn(handed.count)
-                        handed.hand(size)
-                        self._trained(handed.trained_count)
-                        self._advance()
-                        yield batch
-                    handed.count = self._drawn_count
-                    self._asked_on(handed)
-            finally:  # the script may have left the loop, after a step or before
-                if self._handed is handed:
+        with self._opened(ends_with_steps=True) as handed:
+            while self._begin_round(handed):
+                for batch in loader:
+                    self._check_drawn(handed.count)
+                    handed.hand(size)
                     self._trained(handed.trained_count)
+                    self._advance()
+                    yield batch
+                    self._check_newest(handed)
+                handed.count = self._drawn_count
+                self._asked_on(handed)
 
     def ranges(self) -> Iterator[tuple[int, int]]:
         """The shards of one pass that this worker trains on, each as its first sample and the one
@@ -145,12 +143,13 @@ class DataShards:
         return CountedBatches(self._ranges(), "shards.over")
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
-        with self._opened() as handed:
+        with self._opened(ends_with_steps=False) as handed:
             while self._begin_round(handed):
                 while (samples := self._draw()) is not None:
                     handed.hand(len(samples))
                     self._advance()
                     yield samples.start, samples.stop
+                    self._check_newest(handed)
                     self._asked_on(handed)
 
     def __iter__(self) -> Iterator[int]:
@@ -173,18 +172,28 @@ class DataShards:
     # --- one pass
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[HandedBatches]:
-        """Begin a pass, or go on with it; gives the count of its samples."""
+    def _opened(self, *, ends_with_steps: bool) -> Iterator[HandedBatches]:
+        """Begin a pass, or go on with it; gives the count of its samples. `ends_with_steps`: what
+        the script has taken a step after counts when it leaves the loop.
+        """
         self._check_apart()
+        self._leave()  # a loop that the script has left, and holds in a variable
         self._ahead.clear()
         self._drawn.clear()
         self._drawn_count = 0
         handed = self._handed = HandedBatches(lambda: self._connection.engine.steps.mark)
+        self._ends_with_steps = ends_with_steps
         try:
             yield handed
         finally:
             if self._handed is handed:  # no loop has begun since
+                self._leave()
                 self._handed = None
+
+    def _leave(self) -> None:
+        """The script leaves its loop, after a step or before."""
+        if self._handed is not None and self._ends_with_steps:
+            self._trained(self._handed.trained_count)
 
     def _check_apart(self) -> None:
         """Refuse steps for which workers wait for each other, of any table that they train."""
@@ -227,6 +236,14 @@ class DataShards:
         self._drawn_count += len(samples)
         self._drawn.append((shard, self._drawn_count))
         return samples
+
+    def _check_newest(self, handed: HandedBatches) -> None:
+        """Refuse a loop that goes on, before it takes samples from the one that has begun since."""
+        check_config(
+            self._handed is handed,
+            f"a loop over data set '{self._spec.name}' goes on after another one has begun, which "
+            "has its shards; expected one loop at a time",
+        )
 
     def _check_drawn(self, begun_count: int) -> None:
         if begun_count >= self._drawn_count:

@@ -325,6 +325,25 @@ def test_a_shard_is_done_with_the_step_after_which_the_loop_ends(
     assert (told.pass_number, told.reissued_count) == (1, 0)
 
 
+def test_a_loop_that_was_left_and_is_kept_in_a_variable_counts_its_steps(
+    client: ps.Client,
+) -> None:
+    """Another loop begins what it had not trained; it cannot go on beside that one."""
+    trainer = Trainer(client)
+    loader, seen = trainer.loader(), list[int]()
+    kept = trainer.shards.over(loader)
+    for batch in kept:
+        seen += trainer.step(batch)
+        if len(seen) == 2 * SHARD:
+            break
+    others = trainer.shards.over(loader)
+    seen += trainer.step(next(others))
+    with pytest.raises(ps.InvalidConfig, match=r"after another one has begun, .* one loop at a ti"):
+        next(kept)
+    trainer.step_each(others, seen)
+    assert Counter(seen) == Counter(range(SAMPLES))
+
+
 def test_tables_stay_asynchronous_in_a_pass(client: ps.Client) -> None:
     trainer = Trainer(client)
     shards, seen = trainer.shards, list[int]()
