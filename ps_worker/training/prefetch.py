@@ -39,6 +39,11 @@ class Prefetched(Generic[BatchT]):
         """The loader's; None if it has none."""
         return getattr(self._loader, "batch_sampler", None)
 
+    @property
+    def in_order(self) -> bool:
+        """False if the loader gives its batches as they come."""
+        return bool(getattr(self._loader, "in_order", True))
+
     def __iter__(self) -> Iterator[BatchT]:
         batches = iter(self._loader)
         for present in batches:

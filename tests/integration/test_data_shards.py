@@ -533,6 +533,7 @@ def test_loaders_that_would_miscount_are_refused(client: ps.Client) -> None:
     refused(shards, DataLoader(given, batch_sampler=dropping), "drop_last=False")
     unordered = DataLoader(given, BATCH, sampler=shards, num_workers=1, in_order=False)
     refused(shards, unordered, "expected in_order=True")
+    refused(shards, ps.prefetch(unordered, lambda _: {}), "expected in_order=True")
     strange = DataLoader(given, BATCH, sampler=RandomSampler(given))
     refused(shards, strange, "has drawn 0 from data set 'data'; expected a DataLoader with sampler")
     refused(shards, [torch.zeros(1)], "no batch_size; give batch_size=")
