@@ -151,9 +151,9 @@ def worker() -> None:
     PUSHPULL_RANK, else of torchrun, Slurm, MPI or Kubernetes, else the lowest free one.
 
     Exit code: the script's; 1 when an exception ended it, or its last step was not committed; 2
-    when a setting is wrong, or the scheduler or the others of a hybrid run refuse it; 75 when a
-    hybrid run, or one in groups, has lost another worker (`WorkerLost`); 130 after Ctrl-C, 143
-    after SIGTERM.
+    when a setting is wrong, or the scheduler or the others of a run refuse it (`JoinRefused`); 75
+    when a hybrid run, or one in groups, has lost another worker (`WorkerLost`); 130 after Ctrl-C,
+    143 after SIGTERM.
 
     Example: `pushpull worker --scheduler 10.0.0.1:7070 train.py --epochs 5`
     """

@@ -136,8 +136,9 @@ class InvalidUpdateLog(PushpullError, code="INVALID_CHECKPOINT"):
 
 
 class JoinRefused(InvalidConfig, code="INVALID_CONFIG"):
-    """This worker joins others that train, and a hybrid run, or one in groups, takes nobody in:
-    start all workers again, together. It stays in the process of that worker.
+    """This worker joins others that train, and a hybrid run, or one in groups, with `Aggregate` or
+    with adaptive batches, takes nobody in: start all workers again, together. It stays in the
+    process of that worker.
     """
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from ps_core.cluster_view import Role
 from ps_core.consistency import Mode
-from ps_core.errors import InvalidCheckpoint, InvalidConfig, check_config
+from ps_core.errors import InvalidCheckpoint, InvalidConfig, JoinRefused, check_config
 from ps_runtime.system.clock import now_s
 from ps_worker.client.checkpoints import ClientCheckpoints
 from ps_worker.client.collectives import CollectiveCalls
@@ -55,12 +55,13 @@ class AdaptiveBatches:
         engine = connection.engine
         self._rank, count = engine.session.rank, engine.view.worker_count
         spec.check(count)
-        check_config(
-            not engine.is_late_joiner,
-            f"worker {self._rank} joins others that train, and does not know their batches; "
-            "expected ps.DistributedSampler, or client.data_shards under ASP, for workers that "
-            "come later",
-        )
+        if engine.is_late_joiner:
+            raise JoinRefused(
+                f"worker {self._rank} joins others that train, and does not know their adaptive "
+                "batches: start all workers again, together, from the last checkpoint (pushpull "
+                "train --resume). For workers that come later there is ps.DistributedSampler, or "
+                "client.data_shards under ASP"
+            )
         self._weight = 1.0
         self._is_weight_read = True
         self._connection = connection

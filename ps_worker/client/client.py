@@ -631,7 +631,7 @@ class Client:
 
         Raises:
             InvalidConfig: a value is out of bounds; the name is taken; the data set has another
-                length than in the checkpoint; or this worker joins others that train.
+                length than in the checkpoint; or (`JoinRefused`) this worker joins others.
             NotPermitted: this is not a worker.
         """
         length = dataset if isinstance(dataset, int) else len(dataset)

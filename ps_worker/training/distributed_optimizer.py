@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ps_core.consistency import Consistency
-from ps_core.errors import InvalidConfig
+from ps_core.errors import InvalidConfig, JoinRefused
 from ps_worker.client.client import Client
 from ps_worker.client.shown_options import OF_THE_CLIENT, THE_CLIENTS, defaults_of, shows
 from ps_worker.spec.flat_layout import (
@@ -725,9 +725,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             table.handle.inner_steps = self._model.inner_steps
         joins = any(self._client.engine.joins(t.handle.table.table_id) for t in tables)
         if self._client.is_late_joiner and isinstance(self._optimizer, Aggregate):
-            raise InvalidConfig(
-                "this worker joins while others train, and with Aggregate the parameters "
-                "are the workers': it cannot know them. Start all workers again, or train with Add"
+            raise JoinRefused(
+                f"worker {self._client.rank} joins others that train, and with Aggregate only they "
+                "have the parameters: start all workers again, together, from the last checkpoint "
+                "(pushpull train --resume), or train with Add"
             )
         restored = [t for t in tables if t.handle.table.restored_clock is not None]
         gives = self._client.rank == 0 and not joins

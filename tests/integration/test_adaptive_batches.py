@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import ps_worker as ps
+from ps_core.errors import JoinRefused
 from tests.integration import resumed_training
 from tests.integration.lane_cluster import until
 
@@ -219,6 +220,16 @@ def test_the_others_go_on_without_a_worker_that_is_gone() -> None:
     assert [len(sizes[rank]) for rank in (0, 1)] == [len(sizes[0])] * 2
     assert sizes[0][3] + sizes[1][3] == 2 * BATCH
     assert sizes[0][8] + sizes[1][8] == WORKERS * BATCH
+
+
+def test_a_worker_in_the_place_of_another_is_refused_for_good() -> None:
+    """So it is not started again in vain (`pushpull train --max-restarts`)."""
+    with ps.local_cluster(servers=1, workers=1) as cluster:
+        Recorder(ps.connect(cluster.address), "model").client.close(leave=False)
+        with ps.connect(cluster.address, rank=0) as client:
+            words = "worker 0 joins others .*: start all workers again, .*pushpull train --resume"
+            with pytest.raises(JoinRefused, match=words):
+                client.adaptive_batches(SAMPLES, BATCH)
 
 
 @pytest.mark.thorough
