@@ -1,5 +1,6 @@
 """The first difference of two table specifications, in words, short at any size: a long tuple is
-narrowed to its first difference, bytes to a position. NaN equals NaN.
+narrowed to its first difference, bytes to a position. NaN equals NaN. Inner steps are those of all
+fragments together, as scripts give them.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import dataclasses
 from enum import Enum
 
 from ps_core.consistency import Consistency
+from ps_core.tables.optimizers import OptimizerSpec
 from ps_core.tables.table_spec import TableSpec
 
 _SHOWN_CHARACTERS = 120
@@ -29,6 +31,8 @@ def first_difference(exists: TableSpec, came: TableSpec) -> str | None:
 def _differs(path: str, exists: object, came: object) -> str | None:
     if exists == came or (exists != exists and came != came):
         return None
+    if isinstance(exists, OptimizerSpec) and isinstance(came, OptimizerSpec):
+        exists, came = _as_given(exists), _as_given(came)
     if isinstance(exists, Consistency):  # shown as one word
         return f"{path} is {exists}; got {came}"
     if dataclasses.is_dataclass(exists) and type(exists) is type(came):
@@ -55,6 +59,11 @@ def _differs(path: str, exists: object, came: object) -> str | None:
         first = next(i for i, (a, b) in enumerate(zip(exists, came, strict=True)) if a != b)
         return f"{path} has byte {exists[first]:#04x} at {first}; got {came[first]:#04x}"
     return f"{path} is {_shown(exists)}; got {_shown(came)}"
+
+
+def _as_given(optimizer: OptimizerSpec) -> OptimizerSpec:
+    fragment_count = max(optimizer.fragment_count, 1)
+    return dataclasses.replace(optimizer, inner_steps=optimizer.inner_steps * fragment_count)
 
 
 def _shown(value: object) -> str:

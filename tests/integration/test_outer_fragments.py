@@ -423,7 +423,7 @@ def test_workers_with_other_fragments_are_refused(workers: list[ps.Client]) -> N
     name = new_name()
     Trainer(workers[0], name, ps.Outer(ADAMW, inner_steps=4, fragments=2))
     with pytest.raises(ps.TableExists, match=r"optimizer\.fragment_count is 2; got 4"):
-        Trainer(workers[1], name, ps.Outer(ADAMW, inner_steps=8, fragments=4))
+        Trainer(workers[1], name, ps.Outer(ADAMW, inner_steps=4, fragments=4))
 
 
 @pytest.mark.thorough

@@ -281,6 +281,10 @@ TENSORS = (TensorSpec("w", (10, 90), 0), TensorSpec("b", (100,), 900))
 OTHER_TENSORS = (TensorSpec("w", (90, 10), 0), TensorSpec("b", (100,), 900))
 
 
+def outer(steps_per_clock: int, fragments: int) -> OptimizerSpec:
+    return OptimizerSpec(OptimizerKind.SGD, inner_steps=steps_per_clock, fragment_count=fragments)
+
+
 @pytest.mark.parametrize(
     ("exists", "came", "difference"),
     [
@@ -296,6 +300,16 @@ OTHER_TENSORS = (TensorSpec("w", (90, 10), 0), TensorSpec("b", (100,), 900))
             {},
             {"optimizer": OptimizerSpec(OptimizerKind.SGD, (("lr", 0.5),))},
             "optimizer.hyperparameters[1] is ('lr', 0.001); got ('lr', 0.5)",
+        ),
+        (
+            {"optimizer": outer(steps_per_clock=2, fragments=4)},
+            {"optimizer": outer(steps_per_clock=4, fragments=2)},
+            "optimizer.fragment_count is 4; got 2",
+        ),
+        (
+            {"optimizer": outer(steps_per_clock=2, fragments=4)},
+            {"optimizer": outer(steps_per_clock=4, fragments=4)},
+            "optimizer.inner_steps is 8; got 16",
         ),
         ({"tensors": TENSORS}, {}, "tensors[0].name is 'w'; got 'model'"),
         ({"tensors": TENSORS}, {"tensors": OTHER_TENSORS}, "tensors[0].shape is (10, 90); got"),
