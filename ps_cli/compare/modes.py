@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ps_core import consistency, limits
 from ps_core.codecs.choices import NONE, check_codec
-from ps_core.consistency import Consistency, Mode
+from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig
 from ps_core.tables.elements import Codec
 
@@ -54,13 +54,17 @@ class ComparedMode:
         return f"{self.consistency}{codecs}{outer}"
 
     def check_fits(self, worker_count: int) -> None:
-        """Raises InvalidConfig if an update would wait for none of so many workers."""
+        """Raises InvalidConfig if an update would wait for none of so many workers, or outer steps
+        are compensated, whose pushes are no gradients.
+        """
         backup_count = self.consistency.backup_workers
         if backup_count >= worker_count:
             raise InvalidConfig(
                 f"'{self}' has {backup_count} backup workers of {worker_count} workers; "
                 "expected fewer"
             )
+        if self.outer_steps and self.consistency.policy is StalePolicy.COMPENSATE:
+            raise InvalidConfig(f"'{self}' has outer steps; expected no compensation with them")
 
     @property
     def environment(self) -> dict[str, str]:

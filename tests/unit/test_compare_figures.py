@@ -254,6 +254,7 @@ def options(**changed: Any) -> CompareOptions:
     ("changed", "named"),
     [
         ({"modes": "bsp:backup=2"}, "2 backup workers of 2 workers"),
+        ({"modes": "asp:compensate=2,adaptive+outer:4"}, "expected no compensation with them"),
         ({"seeds": "1,1"}, "name one twice"),
         ({"straggler": "permanent:1ms,2ms,rank=2"}, "a rank below 2"),
         ({"straggler": "later"}, "compute is 'later'"),

@@ -166,6 +166,7 @@ def test_curves_leave_out_clusters_that_cannot_be(tmp_path: Path) -> None:
         ((*ASKED, "--bandwidth", "fast"), "bandwidth is 'fast'"),
         ((*ASKED, "--replicas", "2"), "replicas is 2; expected at most 1, the number of servers"),
         ((*ASKED, "--modes", "bsp:backup=1"), "'bsp:backup=1' has 1 backup workers of 1 workers"),
+        ((*ASKED, "--modes", "asp:compensate=2+outer:4"), "expected no compensation with them"),
         ((*ASKED, "--modes", "later"), "consistency is 'later'"),
         (("--model", "1", "--compute", "permanent:1s,2s,rank=4"), "expected a rank below 1"),
         ((*ASKED, "--costs", "missing.json"), "the costs missing.json cannot be read"),
