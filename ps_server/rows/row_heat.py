@@ -19,7 +19,7 @@ SAMPLED_SHARE = 32
 
 _GOLDEN = 0x9E3779B1
 
-_LARGE_COUNT = 2_048
+_LARGE_COUNT = 512
 """Ids of a call for which one more of `SAMPLED_SHARE` is passed by each time."""
 
 _HALVED_COUNT = 65_536
