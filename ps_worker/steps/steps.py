@@ -268,7 +268,14 @@ class TableStep:
         if bodies:
             self._sink.submit(self.table, self.clock, bodies)
 
-    def edit(self, blocks: Iterable[BlockValues], edit: bytes, array: str = "") -> PushTicket:
+    def edit(
+        self,
+        blocks: Iterable[BlockValues],
+        edit: bytes,
+        array: str = "",
+        *,
+        is_wide: bool = False,
+    ) -> PushTicket:
         """Make the step an edit, and end it: these values replace those of the tensors present, if
         all workers make the same edit. Blocks pushed before are withdrawn.
 
@@ -276,12 +283,13 @@ class TableStep:
             blocks: as `push_blocks`; of optimizer state in the dtype of the table's arithmetic.
             edit: a name of all changes of the model, equal at every worker that made the same.
             array: the array of optimizer state that `blocks` replace; empty: the values.
+            is_wide: `blocks` are in the dtype of the table's arithmetic, as state always is.
 
         Raises: as `push_blocks`. The ticket raises EditRefused unless all workers make this edit.
         """
         self._check_open()
         bodies = []
-        codec = self.table.spec.arithmetic_codec if array else None
+        codec = self.table.spec.arithmetic_codec if array or is_wide else None
         for block, payload, presence in blocks:
             if codec is not None:
                 check_length(payload.nbytes, codec, self.table.block_length(block))

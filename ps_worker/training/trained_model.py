@@ -69,6 +69,7 @@ from ps_worker.training.tables.awaited_parameters import AwaitedParameters
 from ps_worker.training.tables.gradient_marks import GradientMarks
 from ps_worker.training.tables.step_scale import StepScale
 from ps_worker.training.tables.trained_table import TrainedTable
+from ps_worker.training.tables.unrounded_values import pull_unrounded
 from ps_worker.training.trained_rows import TrainedRows, bind_rows, check_rows_fit
 from ps_worker.transport.metrics import MEASURES
 
@@ -539,8 +540,7 @@ class TrainedModel:
 
     def _take_edits(self) -> None:
         """Give the servers the parameters that were changed since the last step, and loaded
-        optimizer state, in steps before that of the gradients (SEMANTICS S16). Reads every
-        parameter.
+        optimizer state, in steps before that of the gradients (S16). Reads every parameter.
         """
         if self.own is not None:
             self.own.take_changes()
@@ -574,6 +574,7 @@ class TrainedModel:
             raise EditRefused(refused or load_refused(self.options.name, why))
         problem = problem_of(edited, may_be_infinite=self.options.allow_non_finite)
         passed_count = clocks_to_pass(self._client, self.tables) if is_new else 0
+        pull_unrounded(table.unrounded for table in edited)
         self._edits.plan(edited, self.loaded, problem, passed_count)
 
     def _why_no_edit(self) -> str:
@@ -639,7 +640,6 @@ class TrainedModel:
                 before.step_again(set().union(*(table.restricted_to() for table in self.tables)))
             elif self.inner is not None:
                 self.inner.step()
-        # All checks come before the first seal, so that all tables end the step.
         problem = scale.problem if scale.skip else scale.told(self._push_rest(awake))
         skip = scale.skip or bool(problem)
         with self._client.connection.loop.together():

@@ -89,6 +89,29 @@ def train_edited(
     return history
 
 
+def mask(model: Any) -> None:
+    """Prune a part of a parameter, whose other elements stay as they are."""
+    with torch.no_grad():
+        model.first.weight[:4] = 0.0
+
+
+def train_masked(
+    client: ps.Client, name: str, dtype: torch.dtype, update: Any, **options: Any
+) -> Values:
+    """The parameters after twenty steps, with the mask before each."""
+    model = seeded(Branched).to(dtype)
+    optimizer = ps.DistributedOptimizer(
+        client, model, update, name=name, kernels="exact", block_elements=64, **options
+    )
+    for x in batches(20, rank=client.rank):
+        mask(model)
+        optimizer.zero_grad()
+        model(x.to(dtype)).square().mean().backward()
+        optimizer.step()
+    optimizer.close()
+    return values(model)
+
+
 def one_step(model: Any, optimizer: ps.DistributedOptimizer, x: torch.Tensor) -> str:
     """What a step was refused with; empty if it was taken."""
     optimizer.zero_grad()

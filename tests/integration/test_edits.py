@@ -148,6 +148,44 @@ def test_an_edit_in_every_step(workers: Workers, options: dict[str, Any]) -> Non
     check_all_equal(histories, expected)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.bfloat16, {}), (torch.float32, {"pull_codec": "bf16"})],
+    ids=["parameters in bfloat16", "pulls in bfloat16"],
+)
+def test_a_mask_in_every_step_leaves_the_rest_of_its_tensor_unrounded(
+    workers: Workers, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """Small updates of what the mask leaves alone add up, as without one."""
+    update = ps.SGD(lr=1e-3)
+    name = f"masked {dtype}".replace("torch.", "")
+    found = workers.run(jobs.train_masked, name=name, dtype=dtype, update=update, **options)
+    worker = seeded(Branched).to(dtype)
+    master = seeded(Branched).to(dtype).float()
+    reference = torch.optim.SGD(master.parameters(), lr=1e-3)
+    pairs = [*zip(worker.parameters(), master.parameters(), strict=True)]
+    inputs = [list(batches(20, rank=rank)) for rank in range(WORKERS)]
+    for step in range(20):
+        jobs.mask(master)
+        for _, p in pairs:
+            p.grad = None
+        for rank in range(WORKERS):
+            for w, p in pairs:
+                w.data.copy_(p.data.bfloat16())
+                w.grad = None
+            worker(inputs[rank][step].to(dtype)).square().mean().backward()
+            for w, p in pairs:
+                if w.grad is not None:
+                    p.grad = w.grad.float() if p.grad is None else p.grad + w.grad.float()
+        for _, p in pairs:
+            p.grad = None if p.grad is None else p.grad / WORKERS
+        reference.step()
+    for w, p in pairs:
+        w.data.copy_(p.data.bfloat16())
+    for rank in range(WORKERS):
+        assert differing(found[rank], values(worker)) == []
+
+
 def test_state_of_the_servers_stays_as_it_was(workers: Workers) -> None:
     edits = {1: "load_state_dict", 3: "nn.init"}
     histories = workers.run(

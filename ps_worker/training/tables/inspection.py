@@ -230,6 +230,12 @@ def same_bits(staged: torch.Tensor, gradient: torch.Tensor) -> bool:
     return torch.equal(staged.view(bits), gradient.view(bits))
 
 
+def differing_elements(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """True for each element whose bits differ, of two CPU tensors of one shape and dtype."""
+    bits = _BITS[first.element_size()]
+    return first.view(bits) != second.view(bits)
+
+
 def is_finite(values: torch.Tensor) -> bool:
     """True if there is neither an infinity nor a NaN; of the host."""
     if not values.numel():

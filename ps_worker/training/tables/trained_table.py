@@ -48,6 +48,7 @@ from ps_worker.training.tables.staging import (
     check_dense,
 )
 from ps_worker.training.tables.step_scale import StepScale
+from ps_worker.training.tables.unrounded_values import UnroundedValues, arithmetic_dtype
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client
@@ -106,6 +107,7 @@ class TrainedTable:
         group: the number of their parameter group.
         is_followed: another worker pushes and pulls for this one.
         pending: the tickets that `finish` waits for.
+        unrounded: the servers' own values, for an edit.
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class TrainedTable:
         )
         self.moves = LocalMoves(self.handle.table, layout, self._shown.buffer, optimizer)
         self._edit: FlatBuffer | None = None
+        self.unrounded = UnroundedValues(client, self.handle, layout)
         self._arrivals: list[Arrival] = []
         self._staging: GradientStaging | None = None
         # Hooks run on autograd's threads, one for each device, one of which may end the last step;
@@ -326,19 +329,20 @@ class TrainedTable:
             array: empty, or `VALUES_ARRAY` for parameters loaded together with optimizer state.
         """
         blocks: list[BlockValues] = []
+        is_wide = bool(array) or self.unrounded.are_here
         if indexes:
             self._edit = FlatBuffer(self.layout, is_shared=self._client.connection.may_share_memory)
             for index in indexes:
                 self._edit.views[index].copy_(self.layout.placed[index].tensor.detach())
-            values = self._edit.values
-            if array:  # which is in the dtype of the table's arithmetic
-                is_double = values.dtype is torch.float64
-                values = values.to(torch.float64 if is_double else torch.float32)
+            values = now = self._edit.values
+            if is_wide:
+                values = now.to(arithmetic_dtype(self.handle), copy=True)
+                self.unrounded.put_into(values, now, self._received.values, indexes)
             for block, payload, _ in blocks_in(self.handle.table, values):
                 present = tuple(s.tensor in indexes for s in self.handle.table.segments(block))
                 if any(present):
                     blocks.append(BlockValues(block, payload, pack_presence(present)))
-        return self._end_edit(blocks, name, array)
+        return self._end_edit(blocks, name, array, is_wide=is_wide)
 
     def load(self, array: str, values: torch.Tensor | None, name: bytes) -> PushTicket:
         """End a step that is an edit of optimizer state; `finish` waits.
@@ -351,9 +355,12 @@ class TrainedTable:
         blocks = () if values is None else blocks_in(self.handle.table, values)
         return self._end_edit(blocks, name, array)
 
-    def _end_edit(self, blocks: Iterable[BlockValues], name: bytes, array: str) -> PushTicket:
+    def _end_edit(
+        self, blocks: Iterable[BlockValues], name: bytes, array: str, *, is_wide: bool = True
+    ) -> PushTicket:
         with self._lock:
-            ticket = self._client.tables.begin_step(self.handle).edit(blocks, name, array)
+            step = self._client.tables.begin_step(self.handle)
+            ticket = step.edit(blocks, name, array, is_wide=is_wide)
             self.pending.add(ticket)
             self._is_ended = True
         self._begin_result(None)
