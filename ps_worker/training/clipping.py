@@ -30,6 +30,7 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidConfig
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.steps import PushTicket, StepFuture, StepResult
+from ps_worker.training.tables.inspection import stored_values
 from ps_worker.training.tables.step_scale import StepScale
 
 if TYPE_CHECKING:
@@ -46,20 +47,14 @@ _EPSILON = 1e-6
 
 def total_norm(gradients: Iterable[torch.Tensor | None], scale: float) -> torch.Tensor:
     """The norm of all gradients, each times `scale`, on their device: one element."""
-    dense = [values for each in gradients if (values := _counted(each)) is not None]
+    # Staging refuses another layout by name, and sparse ones too, unless the local optimizer takes
+    # them.
+    stored = (stored_values(each) for each in gradients if each is not None)
+    dense = [values for values in stored if values is not None]
     halves = [each for each in dense if each.dtype in _HALF]
     of_halves = iter(torch._foreach_norm(halves, 2.0, torch.float32) if halves else ())
     counted = [next(of_halves) if each.dtype in _HALF else each for each in dense]
     return torch.nn.utils.get_total_norm(counted) * scale  # a number is its own norm
-
-
-def _counted(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """The values of a gradient; None without one, or if it is neither dense nor sparse: staging
-    refuses that by name, and sparse ones too, unless the local optimizer takes them.
-    """
-    if gradient is None or gradient.layout is torch.strided:
-        return gradient
-    return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else None
 
 
 def norm_and_factor(
@@ -89,6 +84,7 @@ class ClippedModel(Protocol):
     tables: list[TrainedTable]
     rows: list[TrainedRows]
     inner: torch.optim.Optimizer | None
+    adds: bool
     gradient_norm: float | None
 
     @property
@@ -125,8 +121,19 @@ def scaled_step(
         _multiply(model, groups, scale.contribution_scale)
         scale = StepScale()
     if max_norm is None or not clips:
-        return scale
+        return _seen_by_local(model, scale)
     return _clipped(model, scale, groups, max_norm)
+
+
+def _seen_by_local(model: ClippedModel, scale: StepScale) -> StepScale:
+    """A step with a gradient that is not finite is skipped before the local optimizer of `Add` sees
+    it, whose state would have it for good. That of `Outer` may: to look in each inner step would
+    wait for the device.
+    """
+    if not model.adds or model.options.allow_non_finite:
+        return scale
+    words = _non_finite_gradient(model)
+    return replace(scale, skip=True, problem=words) if words else scale
 
 
 def _clipped(
@@ -162,10 +169,14 @@ def _multiply(model: ClippedModel, groups: Sequence[Mapping[str, Any]], factor: 
 
 def _not_finite(model: ClippedModel, norm: float) -> str:
     """Words for a gradient that is not finite, or for their norm."""
-    found = filter(None, (table.non_finite_gradient() for table in model.tables))
-    words = next(found, "") or model.non_finite_rows()
     step = f"step {1 + model.clock} of '{model.options.name}'"
-    return words or f"the norm of the gradients is {norm} at {step}"
+    return _non_finite_gradient(model) or f"the norm of the gradients is {norm} at {step}"
+
+
+def _non_finite_gradient(model: ClippedModel) -> str:
+    """Words for a gradient that is not finite; empty if all are."""
+    found = filter(None, (table.non_finite_gradient() for table in model.tables))
+    return next(found, "") or model.non_finite_rows()
 
 
 class UpdateScaling:

@@ -192,6 +192,36 @@ def test_a_step_with_a_nan_moves_nothing(workers: list[ps.Client]) -> None:
     assert torch.equal(*_together(workers, train))
 
 
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
+def test_the_local_optimizer_does_not_see_a_nan(
+    workers: list[ps.Client], *, is_sparse: bool
+) -> None:
+    """Its momentum would have it for good, and each later step of that worker be refused."""
+    name = f"model-{next(_names)}"
+
+    def train(client: ps.Client, rank: int) -> tuple[list[int], torch.Tensor]:
+        torch.manual_seed(3)
+        model = nn.Embedding(6, 4, sparse=is_sparse)
+        factory = partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False)
+        optimizer = ps.DistributedOptimizer(client, model, ps.Add(factory), name=name)
+        refused = []
+        for step in range(4):
+            optimizer.zero_grad()
+            factor = float("nan") if (step, rank) == (1, 0) else 1.0
+            (model(torch.tensor([step, step + rank])).square().sum() * factor).backward()
+            try:
+                optimizer.step()
+            except ps.InvalidTensor:
+                refused.append(step)
+        optimizer.close()
+        return refused, _weights(model)
+
+    (refused, first), (others, second) = _together(workers, train)
+    assert (refused, others) == ([1], [])
+    assert torch.equal(first, second)
+    assert first.isfinite().all()
+
+
 def test_it_has_no_eager_mode(workers: list[ps.Client]) -> None:
     with pytest.raises(ps.InvalidConfig, match="mode is 'eager' with Add"):
         ps.DistributedOptimizer(workers[0], _model(), ps.Add(NADAM), name="none", mode="eager")

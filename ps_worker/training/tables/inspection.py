@@ -236,6 +236,13 @@ def differing_elements(first: torch.Tensor, second: torch.Tensor) -> torch.Tenso
     return first.view(bits) != second.view(bits)
 
 
+def stored_values(gradient: torch.Tensor) -> torch.Tensor | None:
+    """The values of a gradient, dense or sparse; None if it is neither."""
+    if gradient.layout is torch.strided:
+        return gradient
+    return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else None
+
+
 def is_finite(values: torch.Tensor) -> bool:
     """True if there is neither an infinity nor a NaN; of the host."""
     if not values.numel():

@@ -36,7 +36,12 @@ from ps_worker.steps.held_values import HeldValues
 from ps_worker.training.tables.awaited_values import AwaitedValues
 from ps_worker.training.tables.device_copies import Arrival, from_host
 from ps_worker.training.tables.edits import WrittenValues
-from ps_worker.training.tables.inspection import is_finite, non_finite, true_numbers
+from ps_worker.training.tables.inspection import (
+    is_finite,
+    non_finite,
+    stored_values,
+    true_numbers,
+)
 from ps_worker.training.tables.landings import LANDINGS
 from ps_worker.training.tables.local_moves import LocalMoves
 from ps_worker.training.tables.shown_values import ShownValues
@@ -439,13 +444,12 @@ class TrainedTable:
         return None
 
     def non_finite_gradient(self) -> str:
-        """Words for a dense gradient that is not finite; empty if all are. Reads those of the host,
-        or waits for the device.
+        """Words for a gradient that is not finite; empty if all are. Reads those of the host, or
+        waits for the device.
         """
         gradients = ((i, entry.tensor.grad) for i, entry in enumerate(self.layout.placed))
-        dense = [
-            (i, g.detach()) for i, g in gradients if g is not None and g.layout is torch.strided
-        ]
+        values = ((i, None if g is None else stored_values(g.detach())) for i, g in gradients)
+        dense = [(i, each) for i, each in values if each is not None]
         bad = true_numbers(non_finite([(i, each) for i, each in dense if not each.is_cpu]))
         bad.update(i for i, each in dense if each.is_cpu and not is_finite(each))
         return self.not_finite(self.layout.placed[min(bad)].name) if bad else ""
