@@ -10,6 +10,7 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 
+from ps_core import limits
 from ps_core.errors import PushpullError, Recovering, Unauthenticated, WaitExpired
 from ps_runtime.cluster import join_secret
 from ps_runtime.grpc.channels import scheduler_channel
@@ -31,13 +32,22 @@ ATTEMPT_DEADLINE_S = 5.0
 LEAST_ATTEMPT_S = 0.2
 """The shortest attempt: a round trip needs about as much."""
 
+_NOT_CONNECTED = grpc.ChannelConnectivity.TRANSIENT_FAILURE
+
 
 class Addresses:
-    """The scheduler's addresses, each with its channel; one of them is present: tried next."""
+    """The scheduler's addresses, each with its channel; one of them is present: tried next.
+
+    A channel that does not connect is replaced, so that a host's name is looked up anew: the
+    scheduler may be back at another IP address, and gRPC itself looks a second time after half a
+    minute, or after two where the name had no address.
+    """
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = tuple(addresses)
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._made_s: dict[str, float] = {}  # when each channel was made
+        self._closing: set[asyncio.Task[None]] = set()
         self._present = 0
 
     def __str__(self) -> str:
@@ -52,17 +62,29 @@ class Addresses:
         channel = self._channels.get(self.present)
         if channel is None:
             channel = self._channels[self.present] = scheduler_channel(self.present)
+            self._made_s[self.present] = clock.now_s()
         return scheduler_pb2_grpc.SchedulerServiceStub(channel)
 
     def leave(self, address: str) -> None:
-        """Make the next address present, unless another task has left `address` already."""
+        """A call to `address` has failed: make the next one present, unless another task has done
+        so, and give up a channel that is not connected, on which no call waits any more.
+        """
         if self.present == address:
             self._present = (self._present + 1) % len(self._addresses)
+        channel = self._channels.get(address)
+        if channel is None or channel.get_state() is not _NOT_CONNECTED:
+            return
+        if clock.now_s() - self._made_s[address] >= limits.SCHEDULER_RECONNECT_S:
+            del self._channels[address]
+            closing = asyncio.get_running_loop().create_task(channel.close(ATTEMPT_DEADLINE_S))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
+        await asyncio.gather(*self._closing, return_exceptions=True)
 
 
 async def registered(

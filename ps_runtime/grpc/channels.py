@@ -50,6 +50,8 @@ CHANNEL_OPTIONS: ChannelOptions = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A node that comes back at another IP address, under its name, is found as soon.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     # Two clients in one process do not share a connection, as two processes would not.
     ("grpc.use_local_subchannel_pool", 1),
 )
