@@ -162,6 +162,7 @@ async def _serve(settings: ServerConfig) -> None:
             task.cancel()
         await asyncio.gather(stop, running, return_exceptions=True)  # its error is raised already
         servicer.drain()
+        backups.drain()
         grace_s = max(end_s - clock.now_s(), _LEAST_GRACE_S)
         await asyncio.gather(*(one.stop(grace_s) for one in (server, streams) if one is not None))
 

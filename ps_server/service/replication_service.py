@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from ps_core.errors import InvalidConfig, NotOwner, Recovering
+from ps_core.errors import Draining, InvalidConfig, NotOwner, Recovering
 from ps_runtime.grpc.errors import translated
 from ps_server.peers.node_replication import ReplicatedRanges
 from ps_server.replication.messages import Ack, Beat, Grant, LogRecord, RangeCopy
@@ -66,6 +66,7 @@ class ReplicationServicer(replication_pb2_grpc.ReplicationServiceServicer):
 
     def __init__(self) -> None:
         self._node: ParameterNode | None = None
+        self._open: set[_Answers] = set()  # of each stream
         self.stream_port = 0
 
     def attach(self, node: ParameterNode) -> None:
@@ -75,6 +76,11 @@ class ReplicationServicer(replication_pb2_grpc.ReplicationServiceServicer):
     def detach(self) -> None:
         """The node's timeline has ended."""
         self._node = None
+
+    def drain(self) -> None:
+        """End all streams: the server is going away, and others may not hear of that in a view."""
+        for answers in self._open:
+            answers.end(Draining("the server is going away"))
 
     @translated
     async def Replicate(  # noqa: N802 - the contract's name
@@ -87,11 +93,13 @@ class ReplicationServicer(replication_pb2_grpc.ReplicationServiceServicer):
         node, replicas = self._admitted(header)
         yield greeting_message(node.session, self.stream_port)
         answers = _Answers()
+        self._open.add(answers)
         taking = asyncio.create_task(_take(node.works, replicas, reader, request_iterator, answers))
         try:
             async for message in answers.messages():
                 yield message
         finally:
+            self._open.discard(answers)
             taking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await taking

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import ps_worker as ps
+from ps_core.limits import LEASE_S
 from ps_runtime.launch.cluster_shape import ClusterShape
 from ps_runtime.launch.launcher import READY_DEADLINE_S, Launcher, start_scheduler, start_servers
 from ps_runtime.observe.metrics import SchedulerMetrics, new_registry
@@ -132,3 +133,27 @@ def test_sigterm_does_not_wait_for_clients_that_stay_on_the_line() -> None:
     assert ended.how == "exit code 0"
     assert took_s < GRACE_S, took_s
     assert len(answered) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(90)
+def test_sigterm_does_not_wait_for_other_servers_while_no_scheduler_tells_them() -> None:
+    """They keep their streams to it until they see it leave, or it hangs up."""
+    shape = ClusterShape(server_count=2, worker_count=1, replica_count=2)
+    with Launcher() as launcher:
+        scheduler = start_scheduler(launcher, shape, READY_DEADLINE_S)
+        servers = start_servers(launcher, shape, scheduler.address)
+        for server in servers:
+            launcher.wait_ready(server)
+        client = ps.connect(scheduler.address, rank=0)
+        table = client.create_table("replicated", 4096, optimizer=ps.SGD(lr=0.1), block_elements=64)
+        client.push_pull(table, np.ones(4096, np.float32))
+        launcher.processes[0].send(signal.SIGKILL)
+        told_s = now_s()
+        servers[0].send(signal.SIGTERM)
+        ended = servers[0].wait(STARTED_S)
+        took_s = now_s() - told_s
+        client.close(leave=False)
+    assert ended is not None
+    assert ended.how == "exit code 0"
+    assert took_s < LEASE_S + GRACE_S, took_s
