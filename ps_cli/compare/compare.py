@@ -17,7 +17,6 @@ import contextlib
 import datetime
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,6 +42,7 @@ from ps_cli.train.exit_rules import FAILURE_EXIT_CODE, RunEnd
 from ps_cli.train.train import SharedCluster, TrainRun, TrainSettings
 from ps_core.errors import InvalidConfig
 from ps_runtime.launch.cluster_shape import ClusterShape
+from ps_runtime.launch.launcher import temporary_directory
 
 SEED_PLACE = "{seed}"
 """Replaced by the run's seed in arguments of the script."""
@@ -156,7 +156,7 @@ async def _one_run(
     options: CompareOptions, mode: str, seed: int, cluster: SharedCluster
 ) -> tuple[ComparedRun, int]:
     """Train once; the run, and its exit code."""
-    with tempfile.TemporaryDirectory(prefix="pushpull-compare-") as folder:
+    with temporary_directory("pushpull-compare-") as folder:
         settings = TrainSettings(
             script=options.script,
             arguments=tuple(

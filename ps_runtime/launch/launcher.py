@@ -310,14 +310,27 @@ def _kept_from_cleaners(directory: str) -> Iterator[None]:
         os.close(descriptor)
 
 
+def temporary_directory(prefix: str) -> tempfile.TemporaryDirectory[str]:
+    """A new directory; raises InvalidConfig, with a remedy, where none can be made."""
+    try:
+        return tempfile.TemporaryDirectory(prefix=prefix)
+    except OSError as error:
+        raise InvalidConfig(
+            f"no temporary directory can be made: {error}; let TMPDIR name a directory with free "
+            "space that this user may write"
+        ) from error
+
+
 class Launcher:
-    """Starts roles and ends them all. Thread-safe; use it as a context manager."""
+    """Starts roles and ends them all. Thread-safe; use it as a context manager. InvalidConfig if
+    there is no place for its files.
+    """
 
     def __init__(self, on_line: LineSink = _ignore, on_exit: ExitSink = _ignore) -> None:
         self._on_line = on_line
         self._on_exit = on_exit
         self._forker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pushpull launcher")
-        self._ready_directory = tempfile.TemporaryDirectory(prefix="pushpull-")
+        self._ready_directory = temporary_directory("pushpull-")
         self._kept = contextlib.ExitStack()
         self._kept.enter_context(_kept_from_cleaners(self._ready_directory.name))
         self._lock = threading.Lock()

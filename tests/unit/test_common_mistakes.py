@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -246,3 +248,24 @@ def test_an_option_of_ours_without_its_value_is_not_taken_for_the_scripts(
     ran = CliRunner().invoke(app, arguments, prog_name="pushpull")
     assert ran.exit_code == 2
     assert expected in ran.stderr
+
+
+@pytest.fixture
+def no_temporary_files(tmp_path: Path) -> Iterator[None]:
+    """The system's folder for them is not there."""
+    before, tempfile.tempdir = tempfile.gettempdir(), str(tmp_path / "read-only")
+    yield
+    tempfile.tempdir = before
+
+
+@pytest.mark.parametrize("command", ["train", "up"])
+@pytest.mark.usefixtures("no_temporary_files")
+def test_a_container_without_a_place_for_temporary_files(command: str, tmp_path: Path) -> None:
+    """Its root is read-only, and nothing is mounted at /tmp."""
+    script = tmp_path / "train.py"
+    script.write_text("print('trains')\n")
+    ended = CliRunner().invoke(app, [command, str(script)][: 1 + (command == "train")])
+    assert ended.exit_code == 2
+    assert "no temporary directory can be made" in ended.output
+    assert "TMPDIR" in ended.output
+    assert "Traceback" not in ended.output
