@@ -115,7 +115,11 @@ BLOCK_OVERHEAD_BYTES = 4096
 each tensor of optimizer state."""
 
 TABLE_MEMORY_SHARE = 0.9
-"""Share of the memory of a machine, or container, that a server offers to tables."""
+"""Share of the memory of a machine, or container, that a server offers to tables, without what its
+process takes by itself."""
+
+SERVER_PROCESS_BYTES = 256 * 2**20
+"""Memory of a server's process without any table: the interpreter, torch, and buffers."""
 
 VIEW_RESERVED_BYTES = 256 * 1024
 """Bytes of a view that tables leave to later nodes: some 2,000 of them."""

@@ -51,7 +51,7 @@ class ServerConfig:
     memory_mb: int = setting(
         0,
         "MiB that tables may take here; 0: nine tenths of what the machine has, or the container, "
-        "shared with the other servers there",
+        "beyond 256 MiB for the process, shared with the other servers there",
     )
     rows_dir: Path | None = setting(
         None,

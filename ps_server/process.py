@@ -14,7 +14,6 @@ from functools import partial
 
 import torch
 
-from ps_core import limits
 from ps_core.cluster_view import HAND_OVER_FEATURE, ClusterView
 from ps_core.codecs import payloads
 from ps_core.errors import (
@@ -527,8 +526,8 @@ def _memory(given_bytes: int) -> scheduler_pb2.ServerMemory:
     """Memory that tables may take here: as given, or a share of the system's."""
     if given_bytes:
         return scheduler_pb2.ServerMemory(byte_count=given_bytes)
-    byte_count = int(capacity.memory_bytes() * limits.TABLE_MEMORY_SHARE)
-    return scheduler_pb2.ServerMemory(byte_count=byte_count, pool=capacity.memory_pool())
+    pool = capacity.memory_pool()
+    return scheduler_pb2.ServerMemory(byte_count=capacity.table_bytes(), pool=pool)
 
 
 async def _watch_memory(shards: Shards) -> None:

@@ -59,7 +59,7 @@ VARIABLES: dict[str, str] = {
     "PUSHPULL_CHECKPOINT_FULL_EVERY": "One of so many checkpoints is full; 1: all are.",
     "PUSHPULL_CHECKPOINT_LAST_S": "Seconds that a last checkpoint may take; 0: none is made.",
     "PUSHPULL_CHECKPOINT_RATE_MB_S": "MB a second that a server reads for a checkpoint.",
-    "PUSHPULL_MEMORY_MB": "MiB that tables may take on a server; 0: nine tenths of what it has.",
+    "PUSHPULL_MEMORY_MB": "MiB that tables may take on a server; 0: a share of what it has.",
     "PUSHPULL_ROWS_DIR": "Directory for rows of a server that memory_mb has no space for.",
     "PUSHPULL_CHECKPOINT_BUFFER_MB": "MiB of copies that may wait to be written to a checkpoint.",
     "PUSHPULL_UPDATE_LOG": "The directory of a server's update log.",

@@ -15,6 +15,8 @@ import socket
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
+from ps_core import limits
+
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 """The variable that torch reads at its import; processes that a script starts inherit it."""
 
@@ -79,6 +81,16 @@ def text_of(file: Path) -> str:
 def memory_bytes(root: Path = _ROOT) -> int:
     """The memory that the process may use; 0: the system does not say. Blocking: as above."""
     return min([*_machine(root), *_groups(root)], default=0)
+
+
+def table_bytes(root: Path = _ROOT) -> int:
+    """The memory that tables may take in a server's process; 0: the system does not say. Blocking:
+    as above.
+    """
+    usable = memory_bytes(root)
+    if not usable:
+        return 0
+    return max(1, int((usable - limits.SERVER_PROCESS_BYTES) * limits.TABLE_MEMORY_SHARE))
 
 
 def available_bytes(root: Path = _ROOT) -> int:

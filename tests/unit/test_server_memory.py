@@ -16,7 +16,7 @@ from ps_core.keys import TableId
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
-from ps_runtime.system.capacity import memory_bytes, memory_pool
+from ps_runtime.system.capacity import memory_bytes, memory_pool, table_bytes
 from scheduler.machine import view_size
 from scheduler.machine.cluster import Created
 from scheduler.machine.server_memory import needed_by_range
@@ -207,3 +207,15 @@ def test_the_least_of_machine_and_control_groups_counts(
     assert memory_bytes(tmp_path) == 1_024_000
     write("sys/fs/cgroup/memory/memory.limit_in_bytes", "400000\n")
     assert memory_bytes(tmp_path) == 400_000
+
+
+def test_tables_have_nine_tenths_of_what_the_server_s_process_leaves(
+    write: Callable[[str, str], None], tmp_path: Path
+) -> None:
+    """A container was killed for memory with a table that had been accepted."""
+    assert table_bytes(tmp_path) == 0
+    write("proc/meminfo", f"MemTotal: {2**30 // 1024} kB\n")
+    assert table_bytes(tmp_path) == int(0.9 * 0.75 * 2**30)
+    write("proc/self/cgroup", "0::/\n")
+    write("sys/fs/cgroup/memory.max", f"{200 * 2**20}\n")
+    assert table_bytes(tmp_path) == 1, "0 would mean that nothing is known"
