@@ -42,6 +42,9 @@ _STATE = "embeddings/hyperparameters"
 MAX_PASS_COUNT = 1024
 """Backward passes between two steps: more are a script that never steps."""
 
+_TOLD_STEP_COUNT = 8
+"""Steps of other tables while gradients wait: with as many, a script may step no rows at all."""
+
 
 class TrainedRows:
     """The steps of this worker on one embedding table.
@@ -64,7 +67,8 @@ class TrainedRows:
         self._is_ahead = False
         self._terms: Hyperparameters = ()
         self._ticket: PushTicket | None = None
-        self._has_told_late = False
+        self._has_told_late = self._has_told_waiting = False
+        self._marks: set[tuple[int, int]] = set()  # one for each step of others since the last own
         self._kept = _kept.setdefault(client, KeptHyperparameters())
         self._kept.add(client, self)
 
@@ -107,11 +111,27 @@ class TrainedRows:
                     "steps the Embeddings in it, others have a step() of their own"
                 )
             self._passes.append((batch, rows))
+        if not self.is_owned:
+            self._tell_waiting()
         self._client.engine.steps.has_gradient = True
         self.on_gradient()
 
+    def _tell_waiting(self) -> None:
+        """Warn, once, if the script steps other tables and not these rows."""
+        self._marks.add(self._client.engine.steps.mark)
+        if len(self._marks) > _TOLD_STEP_COUNT and not self._has_told_waiting:
+            self._has_told_waiting = True
+            logs.warning(
+                "rows_not_stepped",
+                table=self.name,
+                passes=len(self._passes),
+                remedy="give the optimizer the model, not its parameters, or call the Embedding's "
+                "step(); torch.no_grad() for rows that are not to be trained",
+            )
+
     def discard(self) -> None:
         """Forget the gradients."""
+        self._marks.clear()
         for _, rows in self._passes:
             rows.grad = None
         self._passes.clear()

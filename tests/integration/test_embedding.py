@@ -298,6 +298,31 @@ def test_rows_beyond_a_servers_memory_are_refused_and_the_rest_goes_on(
         assert (rows[500:] == -1.0).all()
 
 
+def test_rows_that_no_optimizer_steps_are_told(
+    client: ps.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The optimizer was given the parameters of a model, which are without its rows."""
+    rows = ps.Embedding(client, "left out", 2, optimizer=ps.SGD(lr=0.1))
+    model = nn.Sequential(rows, nn.Linear(2, 1))
+    optimizer = ps.DistributedOptimizer(
+        client, model.parameters(), ps.SGD(lr=0.1), name="without rows"
+    )
+
+    def trained(*, are_stepped: bool = False) -> int:
+        for _ in range(12):
+            optimizer.zero_grad()
+            model(torch.arange(2)).sum().backward()
+            optimizer.step()
+            if are_stepped:
+                rows.step()
+        return caplog.text.count("rows_not_stepped")
+
+    assert trained() == 1
+    assert "'left out'" not in caplog.text.split("rows_not_stepped")[0]
+    rows.zero_grad()
+    assert trained(are_stepped=True) == 1
+
+
 def test_a_script_that_never_steps_is_told(client: ps.Client) -> None:
     embedding = ps.Embedding(client, "never stepped", 2, optimizer=ps.SGD())
     with torch.no_grad():
