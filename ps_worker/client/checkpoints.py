@@ -100,7 +100,9 @@ class ClientCheckpoints:
     def __init__(self, connection: ClientConnection, tables: ClientTables) -> None:
         self._connection = connection
         self._engine = connection.engine
+        self._tables = tables
         self._restored: RestoredStates | None = None
+        self._is_restored: bool | None = None  # None: not known yet
         self.save_points = SavePoints(
             self._engine.checkpoints, lambda: tables.handles, self._copied
         )
@@ -134,7 +136,7 @@ class ClientCheckpoints:
         """The attached state of this name of each worker in the checkpoint that the cluster was
         started from, by rank; without tensors. Reads the checkpoint, and warns if it has none.
         """
-        if not self.restored_from or self._engine.is_late_joiner or self.imported is not None:
+        if not self._begins_restored() or self.imported is not None:
             return {}
         from ps_worker.checkpoint.saved_states import states_of_all
 
@@ -154,13 +156,29 @@ class ClientCheckpoints:
         """The names of tables that existed before this worker: those of the checkpoint that the
         cluster was started from, which this reads, or, for a late joiner, the cluster's.
         """
-        if self._engine.is_late_joiner:
-            return tuple(table.spec.name for table in self._engine.view.tables)
+        there = self._engine.view.tables if self._engine.is_late_joiner else ()
         restored = self._restored_states()
-        return () if restored is None else restored.table_names
+        before = () if restored is None else restored.table_names
+        return (*(table.spec.name for table in there), *before)
+
+    def _begins_restored(self) -> bool:
+        """True if this worker goes on from the states of a checkpoint: it is one of the first, or
+        follows one before anybody has taken a step (SEMANTICS S10).
+
+        Blocking: if it follows one, until it has joined all tables.
+        """
+        engine = self._engine
+        if self._is_restored is None:
+            is_first = not engine.is_late_joiner
+            # States of ranks beyond the first were taken over by rank 0.
+            follows = engine.is_replacement and engine.session.rank < engine.view.worker_count
+            self._is_restored = bool(self.restored_from) and (
+                is_first or (follows and self._tables.place.is_at_start())
+            )
+        return self._is_restored
 
     def _restored_states(self) -> RestoredStates | None:
-        if not self.restored_from or self._engine.is_late_joiner:
+        if not self._begins_restored():
             return None
         if self._restored is None:
             from ps_worker.checkpoint.saved_states import RestoredStates
@@ -243,7 +261,8 @@ class ClientCheckpoints:
         GradScaler, `RandomState()`, the position in the data, anything with `state_dict` and
         `load_state_dict`. A `DistributedOptimizer` attaches itself.
 
-        In a cluster that was started from a checkpoint, the state of this name is loaded at once.
+        In a cluster that was started from a checkpoint, the state of this name is loaded at once,
+        unless others had trained there before this worker joined.
         If it is a schedule of a `DistributedOptimizer` or a `HybridOptimizer`, or has one in its
         attributes, that optimizer has the checkpoint's hyperparameters again, which the schedule's
         constructor has changed: set others after this call.
@@ -259,13 +278,15 @@ class ClientCheckpoints:
                 worker 0 calls `state.take_over` with what each of them saved; it is dropped with a
                 warning if there is no such method.
 
-        Blocking: while the checkpoint's part is read, the first time.
+        Blocking: while the checkpoint's part is read, the first time; a worker that takes another's
+            place, until it has joined all tables.
 
         Raises:
             InvalidConfig: the name is taken, or `state` lacks a method.
             NotPermitted: a reader has no state.
             InvalidCheckpoint: the checkpoint's part cannot be read, or it lacks the parameters of a
                 model that only workers had; the message names one that has them.
+            WaitExpired: it has not joined.
         """
         self._connection.check_may_push("attach state")
         restored, rank = self._restored_states(), self._engine.session.rank

@@ -90,6 +90,22 @@ class JoinedPlace:
             if join.incarnation == me and self._engine.joins(table.table_id)
         }
 
+    def is_at_start(self) -> bool:
+        """True if nobody had taken a step in this cluster when this worker joined its tables.
+
+        Blocking: until it has joined all of them; WaitExpired names them.
+        """
+        limit_s, joins = self._connection.config.request_deadline_s, self._engine.joins
+
+        def has_joined(view: ClusterView) -> bool:
+            found = {t.table_id for t in view.tables if joins(t.table_id)}
+            return found <= self.joined(view).keys()
+
+        joining = self._engine.scheduler.view_where(has_joined, "this worker to join", limit_s)
+        view = self._connection.asked(joining, limit_s)
+        firsts = {t.table_id: t.restored_clock or 0 for t in view.tables}
+        return all(clock <= firsts[each] for each, clock in self.joined(view).items())
+
     async def _find(self, search: PlaceSearch, begun: frozenset[TableId], end_s: float) -> None:
         engine, began_s = self._engine, now_s()
         lease_s, interval_s = engine.scheduler.lease_s, engine.scheduler.heartbeat_interval_s
