@@ -79,7 +79,7 @@ def train(client: ps.Client, folder: Path, epochs: int) -> None:
     if saved.exists() and not client.is_late_joiner:  # who joins others has their model
         accelerator.load_state(str(saved))
     for epoch in range(past.done, epochs):
-        sampler.set_epoch(epoch)
+        loader.set_epoch(epoch)  # which tells the sampler
         for x, y in loader:
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(x), y)

@@ -91,6 +91,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         self._begun = 0  # samples of this worker's share of the stage, before `follow`
         self._batches = HandedBatches(self._steps_mark)  # those since
         self._batch_size = 0
+        self._is_placed = False  # the position was loaded, or sought
         if name is not None:
             client.checkpoints.save_points.attach(name, self)
             states = client.checkpoints.restored_states(name)
@@ -117,8 +118,16 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
 
     def set_epoch(self, number: int) -> None:
         """Set the next epoch. The running epoch, or the checkpoint's, goes on; another begins at
-        its first sample.
+        its first sample. A warning says so if that drops a position in a later epoch that was
+        loaded, or sought.
         """
+        if number < self._plan.number and self._is_placed:
+            logs.warning(
+                "sampler_position_dropped",
+                position_in=self._plan.number,
+                begins=number,
+                remedy="begin with sampler.epoch; with Accelerate give it to loader.set_epoch",
+            )
         if number != self._plan.number:
             self._begin(number)
 
@@ -174,7 +183,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         of_epoch = len(self) // batch_size if drop_last else -(-len(self) // batch_size)
         number, batches = divmod(batch_count, max(of_epoch, 1))
         self._begin(number)
-        self._begun = batches * batch_size
+        self._begun, self._is_placed = batches * batch_size, True
 
     @property
     def _share_count(self) -> int:
@@ -191,6 +200,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
 
     def _begin(self, number: int) -> None:
         self._plan = replace(self._plan, number=number, stages=())
+        self._is_placed = False
         self._begun, self._batches = 0, HandedBatches(self._steps_mark)
 
     # --- checkpoints
@@ -244,6 +254,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         self._plan = replace(plan, stages=(*stages, *ended))
         if not self._plan.left_count:
             self._begin(number + 1)
+        self._is_placed = True
 
     def _check(self, state: Mapping[str, Any]) -> None:
         if set(state) != set(_FIELDS):

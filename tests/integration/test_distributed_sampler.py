@@ -234,6 +234,24 @@ def test_a_state_that_a_script_keeps_itself_goes_on_too() -> None:
     assert Counter([*first, *second]) == ONCE
 
 
+def test_a_position_that_an_earlier_epoch_drops_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Accelerate's loader counts its epochs from 0 in each process, and says so to the sampler."""
+
+    def work(client: ps.Client) -> None:
+        sampler = ps.DistributedSampler(client, SAMPLES)
+        for epoch in (1, 2, 0):  # from the beginning once more
+            sampler.set_epoch(epoch)
+        sampler.seek(2 * SAMPLES // BATCH, BATCH)
+        for epoch in (2, 3, 2):
+            sampler.set_epoch(epoch)
+        assert "sampler_position_dropped" not in caplog.text
+        sampler.seek(2 * SAMPLES // BATCH, BATCH)
+        sampler.set_epoch(0)
+        assert "sampler_position_dropped" in caplog.text
+
+    run(1, work)
+
+
 def test_a_worker_that_joins_has_the_place_of_its_rank_and_one_beyond_them_another_order() -> None:
     environment = {"PUSHPULL_MAX_WORKERS": "3"}
     with lane_cluster(1, 2, environment) as cluster, ExitStack() as stack:

@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+import ps_worker as ps
 from tests.integration.command_line import Tool
 from tests.integration.framework_jobs import IMPORTED
 from tests.integration.page_folder import ENDED_WITHIN_S, PageFolder
@@ -71,3 +74,18 @@ def test_the_page_shows_what_the_examples_do() -> None:
         ]
         assert missing == [], example
         assert f"(../../examples/{example})" in page.text
+
+
+@pytest.mark.thorough
+def test_accelerates_loader_tells_the_sampler_its_epoch() -> None:
+    """As in a run that is resumed, whose first epoch is not 0."""
+    from accelerate import Accelerator
+
+    with ps.local_cluster(1, 1) as cluster, ps.connect(cluster.address) as client:
+        sampler = ps.DistributedSampler(client, 20)
+        order, samples = list(sampler), TensorDataset(torch.arange(20))
+        loader = Accelerator(cpu=True).prepare(DataLoader(samples, 2, sampler=sampler))
+        sampler.set_epoch(2)
+        assert torch.cat([each for (each,) in loader]).tolist() == order, "what the page warns of"
+        loader.set_epoch(2)
+        assert torch.cat([each for (each,) in loader]).tolist() == list(sampler) != order
