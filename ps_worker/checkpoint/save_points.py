@@ -12,6 +12,7 @@ Rules:
     - The background thread gives the answer, so that a script that waits in a step delays no other
       worker. Within a step the answer is a guess: as many steps to the next save point as to the
       last. A guess that is too high makes the cut later; one that is too low, the state (logged).
+    Of models that are stepped in turn, one that the script has ceased to step is where it is.
     - A script that waits for a checkpoint of its next step reports that: it takes the step only if
       another worker has taken it, or waits for this one in its reduction. If all wait, it is
       proposed anew at their present clocks.
@@ -38,6 +39,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -64,6 +66,8 @@ _LEAVING = 0
 _LEFT_EARLY = "its worker left before its first step and its first save point"
 _MAX_NAME_BYTES = 200
 _LOOK_S = 0.5
+_IDLE_COUNT = 16
+"""A table that took no step between so many save points of other models takes none to the next."""
 
 
 class HasState(Protocol):
@@ -186,6 +190,7 @@ class SavePoints:
         # Steps count with the inner ones, so a save point may lie between two clocks.
         self._passed: dict[TableId, int] = {}  # steps before the last save point
         self._took: dict[TableId, int] = {}  # steps from the save point before it
+        self._idle: Counter[TableId] = Counter()  # save points since its last step
         self._view: ClusterView | None = None
         self._answered = 0  # the newest checkpoint that this worker has answered
         self._saved = 0  # the newest that was written, or lost
@@ -611,7 +616,8 @@ class SavePoints:
         took = {h.table.table_id: self._steps_since(h) for h in self._handles()}
         if any(took.values()):  # else no step lies between this save point and the last
             for table_id, steps in took.items():
-                if steps or self._is_explicit:
+                self._idle[table_id] = 0 if steps else self._idle[table_id] + 1
+                if steps or self._is_explicit or self._idle[table_id] > _IDLE_COUNT:
                     self._took[table_id] = steps
         self._is_resting = True
 

@@ -45,6 +45,26 @@ def test_a_step_that_is_sealed_is_not_answered_for_as_the_next(worker: Worker) -
     assert clocks_of(worker) == {A: 1, B: 0}
 
 
+def test_a_model_that_the_script_has_stepped_no_more_is_answered_for_where_it_is() -> None:
+    """It has trained one after the other, as with several calls of Lightning's `fit`."""
+    worker = Worker()
+    worker.model(A)
+    worker.model(B)
+    worker.attach()
+    for table in (A, B, A, B):
+        worker.points.reach(is_explicit=False)
+        worker.step(table)
+    worker.propose(1)
+    assert clocks_of(worker) == {A: 3, B: 2}
+    worker.see(None)
+    for _ in range(20):
+        worker.points.reach(is_explicit=False)
+        worker.step(B)
+    worker.points.reach(is_explicit=False)
+    worker.propose(2)
+    assert clocks_of(worker) == {A: 2, B: 23}
+
+
 @pytest.mark.parametrize("begins", ["reach", "asks"])
 def test_a_worker_has_begun_at_its_first_save_point(worker: Worker, begins: str) -> None:
     worker.propose()
