@@ -1,9 +1,10 @@
 """The schedule of checkpoints: when one is due, by the workers' clocks or by time.
 
     by clocks   the highest clock of a worker has passed a multiple of `every_clocks` that the last
-                complete checkpoint had not
-    by time     `every_s` after the last complete one, if the highest clock has moved since, or no
-                worker has reported one
+                complete checkpoint had not; or a table has taken so many steps since, as when a
+                script trains one model after another
+    by time     `every_s` after the last complete one, if the highest clock has moved since, or that
+                of a table below it, or no worker has reported one
 
 Rules:
     - A multiple of clocks is looked at before the time.
@@ -59,6 +60,7 @@ class CheckpointSchedule:
         self._clocks: dict[NodeId, int] = {}  # the highest of each in `reached`
         self._last_s: float | None = None  # None before training begins
         self._last_clock = 0
+        self._last_clocks: dict[TableId, int] | None = {}  # None: those of the next look
         self._heard_from_s = 0.0  # workers have been heard by then
         self._retried_from_s = 0.0
 
@@ -85,9 +87,12 @@ class CheckpointSchedule:
             self._last_s = now_s
             self._last_clock = self._clock_before(view)
         every_s, every = self._policy.every_s, self._policy.every_clocks
-        if every and self.clock // every > self._last_clock // every:
+        steps = self._steps_since(view)
+        if every and (
+            self.clock // every > self._last_clock // every or max(steps, default=0) >= every
+        ):
             return f"every {every} clocks"
-        has_moved = self.clock != self._last_clock or not self._clocks
+        has_moved = self.clock != self._last_clock or not self._clocks or any(steps)
         if every_s and now_s >= self._last_s + every_s and has_moved:
             return f"every {every_s:g} s"
         return ""
@@ -97,7 +102,7 @@ class CheckpointSchedule:
         and when it was complete, as a moment of this clock.
         """
         self._last_clock, self._last_s = newest or (self._clock_before(view), -math.inf)
-        self._heard_from_s = now_s + self._lease_s
+        self._heard_from_s, self._last_clocks = now_s + self._lease_s, None
 
     def begun(self, now_s: float) -> None:
         """A checkpoint that was due is under way."""
@@ -106,11 +111,28 @@ class CheckpointSchedule:
     def made(self, clock: int, now_s: float) -> None:
         """A checkpoint, scheduled or not, is complete; all its parts were written at `now_s`."""
         self._last_clock, self._last_s = clock, now_s
+        self._last_clocks = self._by_table()
         self._retried_from_s = 0.0
 
     def unneeded(self, now_s: float) -> None:
         """None was made, since nothing has moved."""
         self._last_s = now_s
+
+    def _by_table(self) -> dict[TableId, int]:
+        """The highest clock that a worker has reported, by table."""
+        found: dict[TableId, int] = {}
+        for clocks in self.reached.values():
+            found |= {each: max(clock, found.get(each, 0)) for each, clock in clocks.items()}
+        return found
+
+    def _steps_since(self, view: ClusterView) -> list[int]:
+        """The steps since the last complete checkpoint of each table that is below its clock."""
+        now = self._by_table()
+        if self._last_clocks is None:
+            self._last_clocks = now
+        last = {t.table_id: t.restored_clock or 0 for t in view.tables} | self._last_clocks
+        below = {each: clock for each, clock in now.items() if clock < self._last_clock}
+        return [max(clock - last.get(each, clock), 0) for each, clock in below.items()]
 
     def _clock_before(self, view: ClusterView) -> int:
         """Clock of the newest checkpoint when this scheduler starts, resumed or restored."""

@@ -156,6 +156,7 @@ def test_a_cut_beyond_a_multiple_has_that_multiple() -> None:
 def test_a_worker_that_went_back_makes_none_due() -> None:
     cluster = Scheduled(CLOCKS)
     cluster.look()
+    cluster.heard(25)
     cluster.schedule.made(25, cluster.now_s)
     cluster.heard(11)
     assert cluster.look() == ""
@@ -312,3 +313,28 @@ def test_a_report_without_a_step_is_none() -> None:
     cluster.heard(0)
     cluster.schedule.heard(NodeId(2), {})
     assert cluster.schedule.reached == {1: {MODEL: 4}}
+
+
+# --- a script that trains one model after another
+
+
+@pytest.mark.parametrize(("policy", "reason"), [(CLOCKS, BY_CLOCKS), (SECONDS, BY_TIME)])
+def test_it_is_due_while_a_second_model_has_fewer_steps_than_the_first(
+    policy: CheckpointPolicy, reason: str
+) -> None:
+    cluster = Scheduled(policy)
+    cluster.view = view_of(model(), replace(make_table(), table_id=EMBEDDING))
+    assert cluster.look() == ""
+    cluster.heard(95)
+    assert cluster.look(60.0) == reason
+    cluster.schedule.made(95, cluster.now_s)
+    assert cluster.look(60.0) == ""
+    for clock in (10, 20):
+        cluster.schedule.heard(NodeId(1), {MODEL: 95, EMBEDDING: clock})
+        assert cluster.look(60.0) == reason
+        cluster.schedule.made(95, cluster.now_s)
+        assert cluster.look(60.0) == ""
+    cluster.schedule.resumed(cluster.view, (95, cluster.now_s), cluster.now_s)
+    assert cluster.look(60.0) == "", "it knows no clocks of before"
+    cluster.schedule.heard(NodeId(1), {MODEL: 95, EMBEDDING: 30})
+    assert cluster.look(60.0) == reason
