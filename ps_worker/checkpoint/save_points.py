@@ -12,7 +12,8 @@ Rules:
     - The background thread gives the answer, so that a script that waits in a step delays no other
       worker. Within a step the answer is a guess: as many steps to the next save point as to the
       last. A guess that is too high makes the cut later; one that is too low, the state (logged).
-    Of models that are stepped in turn, one that the script has ceased to step is where it is.
+    Of models that are stepped in turn, one that the script has ceased to step is where it is; a
+    cut at its next step is out of reach, which each worker reports as if it waited.
     - A script that waits for a checkpoint of its next step reports that: it takes the step only if
       another worker has taken it, or waits for this one in its reduction. If all wait, it is
       proposed anew at their present clocks.
@@ -354,6 +355,8 @@ class SavePoints:
             if self._is_explicit is not is_explicit or not self._attached:
                 return
             self._arrive()
+            if self._is_out_of_reach():
+                self._ask_to_begin_anew()
         self._rest(lambda: self._is_decided() or self._is_asynchronous())
 
     def reach_alone(self, stepped: object) -> None:
@@ -479,9 +482,24 @@ class SavePoints:
             return True
         is_long = self._is_in_progress and now_s() >= self._stays_since_s + _LOOK_S
         if is_ahead or is_long:
-            clocks = {handle.table.table_id: handle.clock for handle in self._handles()}
-            self._ask(Question.MUST_STEP, clocks)
+            self._ask_to_begin_anew()
         return False
+
+    def _is_out_of_reach(self) -> bool:
+        """True if the cut is at a step that the script will not take: of a model that it has ceased
+        to step.
+        """
+        view = self._view
+        if view is None or not self._is_in_progress or self._saved == self._answered:
+            return False
+        cuts = {h: self._clock_of_cut(view, h, self._answered) for h in self._handles()}
+        ahead = [handle for handle, cut in cuts.items() if handle.clock < (cut or 0)]
+        return bool(ahead) and all(self._idle[h.table.table_id] > _IDLE_COUNT for h in ahead)
+
+    def _ask_to_begin_anew(self) -> None:
+        """Report that this worker is where it is; if all do, the checkpoint begins again."""
+        clocks = {handle.table.table_id: handle.clock for handle in self._handles()}
+        self._ask(Question.MUST_STEP, clocks)
 
     def _ask(self, question: Question, clocks: Mapping[TableId, int]) -> None:
         if now_s() < self._asked_s[question] + _LOOK_S:

@@ -65,6 +65,24 @@ def test_a_model_that_the_script_has_stepped_no_more_is_answered_for_where_it_is
     assert clocks_of(worker) == {A: 2, B: 23}
 
 
+def test_a_cut_at_a_step_of_such_a_model_is_out_of_reach(worker: Worker) -> None:
+    worker.model(B)
+    worker.points.reach(is_explicit=False)
+    worker.step(A)
+    worker.points.reach(is_explicit=False)
+    worker.propose()
+    assert clocks_of(worker) == {A: 2, B: 1}
+    worker.step(B)
+    worker.cut(2, 1)
+    for _ in range(16):
+        worker.points.reach(is_explicit=False)
+        worker.step(B)
+    assert worker.stayed == []
+    worker.points.reach(is_explicit=False)
+    assert worker.stayed == [(1, {A: 1, B: 17}, True)]
+    assert worker.copied == []
+
+
 @pytest.mark.parametrize("begins", ["reach", "asks"])
 def test_a_worker_has_begun_at_its_first_save_point(worker: Worker, begins: str) -> None:
     worker.propose()
