@@ -266,8 +266,15 @@ def test_train_compares_a_step_with_plain_torch(tmp_path: Path) -> None:
     assert document["environment"]["device"] == "cpu"
     ceilings = document["ceilings"]
     local = ("local_step_s", "local_fused_step_s", "local_tuned_step_s", "local_all_cores_step_s")
-    assert set(ceilings) == {*local, "bare_step_s"}
+    assert set(ceilings) == {*local, "bare_step_s", "ddp_together_step_s"}
     assert all_positive(ceilings)
+    together = document["together"]
+    assert [(row["lane"], row["overlaps_pulls"]) for row in together] == [
+        (lane, overlaps) for lane in LANES for overlaps in (False, True)
+    ]
+    for row in together:
+        ratio = ceilings["ddp_together_step_s"] / row["step_s"]
+        assert row["of_ddp"] == pytest.approx(ratio, rel=0.01)
     assert [row["asked_lane"] for row in document["rows"]] == ["auto", "grpc"]
     assert [row["lane"] for row in document["rows"]] == [LANES[0], "grpc"]
     for row in document["rows"]:

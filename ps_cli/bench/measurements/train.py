@@ -12,9 +12,10 @@ from rich.console import Group, RenderableType
 import ps_worker as ps
 from ps_cli.bench.contenders.child import Child, started
 from ps_cli.bench.contenders.contenders import enter_all
-from ps_cli.bench.devices import name_of
+from ps_cli.bench.devices import CPU, name_of
 from ps_cli.bench.instruments.sampling import MB, figures_table, rounded, take_turns
 from ps_cli.bench.lanes import AUTO, GRPC, LANES
+from ps_cli.bench.measurements.train_together import together_view, train_together
 from ps_cli.bench.settings import BenchSettings
 
 WIDTH, BATCH, LENGTH, STEP_COUNT = 1280, 16, 128, 3
@@ -69,6 +70,9 @@ def train(settings: BenchSettings) -> dict[str, Any]:
         found_lanes = {way: trainers[way].do("lane").result for way in asked}
     medians = {name: statistics.median(taken) for name, taken in samples.items()}
     ceilings = {key: medians[key] for key in _CEILINGS}
+    beside: dict[str, Any] = {"ceilings": {}, "together": []}
+    if settings.device == CPU:
+        beside = train_together(settings.within("two workers"))
     return {
         "environment": {
             "device": device,
@@ -78,7 +82,9 @@ def train(settings: BenchSettings) -> dict[str, Any]:
             "steps_per_run": STEP_COUNT,
             "round_count": settings.round_count,
         },
-        "ceilings": {key: rounded(seconds) for key, seconds in ceilings.items()},
+        "ceilings": {key: rounded(seconds) for key, seconds in ceilings.items()}
+        | beside["ceilings"],
+        "together": beside["together"],
         "rows": [
             {
                 "lane": found_lanes[way],
@@ -145,7 +151,10 @@ def train_view(document: dict[str, Any]) -> RenderableType:
             *(f"{row[key]:.2f}" for key in _RATIOS),
         )
         transfer.add_row(name, *transfer_cells(row), f"{row['detection_share']:.2%}")
-    return Group(steps, transfer)
+    tables = [steps, transfer]
+    if document["together"]:
+        tables.append(together_view(document))
+    return Group(*tables)
 
 
 def transfer_cells(row: dict[str, Any]) -> tuple[str, ...]:
