@@ -105,13 +105,13 @@ def scaled_step(
     multiplied into the gradients, in place.
 
     Raises:
-        InvalidConfig: a loss scale under ASP in eager mode, where blocks are applied on arrival.
+        InvalidConfig: a loss scale in eager mode under SSP or ASP, which apply blocks on arrival.
     """
     options = model.options
     if options.applies_on_arrival and scale != StepScale():
         raise InvalidConfig(
             "loss scaling needs steps that count as a whole; expected mode='sealed', got "
-            "'eager' under ASP"
+            f"'eager' under {options.consistency}"
         )
     max_norm = options.clip_norm
     clips = max_norm is not None and (model.inner is None or model.moves)

@@ -362,11 +362,11 @@ def test_what_cannot_be_trained_is_refused(client: ps.Client, reader: ps.Client)
 def test_loss_scaling_needs_whole_steps(client: ps.Client) -> None:
     model = seeded(Branched)
     ours = ps.DistributedOptimizer(
-        client, model, ps.SGD(lr=0.1), name="scaled", mode="eager", consistency=ps.ASP(), **EXACT
+        client, model, ps.SGD(lr=0.1), name="scaled", mode="eager", consistency="ssp:2", **EXACT
     )
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(next(batches(1))).sum()).backward()
-    with pytest.raises(ps.InvalidConfig, match="expected mode='sealed'"):
+    with pytest.raises(ps.InvalidConfig, match="mode='sealed', got 'eager' under ssp:2"):
         scaler.step(ours)
 
 
