@@ -11,6 +11,7 @@ import torch
 
 import ps_worker as ps
 from ps_worker.spec.optimizers import ServerOptimizer
+from tests.combinations.faults import Fault, drawn_faults
 
 STEPS = 12
 
@@ -58,14 +59,16 @@ class Part:
     Attributes:
         saves_after: this worker's step after which a checkpoint is begun; 0: none.
         ends_after: the step at which it is stopped.
-        loses: a server is killed when this step begins; 0: none.
+        faults: in the order of their steps.
+        has_logs: its servers keep synced update logs.
     """
 
     servers: int
     replicas: int
     saves_after: int
     ends_after: int
-    loses: int
+    faults: tuple[Fault, ...] = ()
+    has_logs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +139,12 @@ def drawn(seed: int) -> Drawn:
         not_finite=some(0.5) if draw.random() < 0.3 else None,
         has_rows=draw.random() < 0.25 and not isinstance(optimizer, ps.Outer),
         trains_two=draw.random() < 0.2,
-        parts=_parts(draw),
+        parts=_parts(draw, random.Random(f"faults of {seed}"), workers),
     )
 
 
-def _parts(draw: random.Random) -> tuple[Part, ...]:
+def _parts(draw: random.Random, harm: random.Random, workers: int) -> tuple[Part, ...]:
+    """The parts; `harm` draws what was not drawn from the first: a seed's features stay its own."""
     saves = sorted(draw.sample(range(1, STEPS - 1), draw.choice((0, 1, 2))))
     parts, begins = [], 1
     for saved in [*saves, 0]:
@@ -149,6 +153,10 @@ def _parts(draw: random.Random) -> tuple[Part, ...]:
         is_hit = replicas == 2 and (draw.random() < 0.5 or not saves)
         loses = draw.randrange(begins, ends + 1) if is_hit else 0
         servers = draw.randrange(replicas, 4) + (1 if is_hit else 0)
-        parts.append(Part(servers, replicas, saved, ends, loses))
+        has_logs = harm.random() < 0.25
+        spare = servers - (2 if is_hit else 1) if replicas == 2 else 0
+        first = [Fault("server", loses)] if loses else []
+        faults = drawn_faults(harm, first, range(begins, ends + 1), workers, has_logs, spare)
+        parts.append(Part(servers, replicas, saved, ends, faults, has_logs))
         begins = saved + 1
     return tuple(parts)

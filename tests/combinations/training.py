@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
-import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,11 +16,11 @@ from torch import nn
 
 import ps_worker as ps
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
-from ps_runtime.launch.cluster_shape import CheckpointPlan, ClusterShape
+from ps_runtime.launch.cluster_shape import NO_UPDATE_LOG, CheckpointPlan, UpdateLogPlan
 from ps_worker.client.checkpoints import CheckpointTicket
-from ps_worker.client.local_cluster import LocalCluster
 from tests.combinations.drawn import STEPS, Drawn, Part
-from tests.integration.replicated_cluster import Views
+from tests.combinations.faults import Faults
+from tests.integration.replicated_cluster import replicated_cluster
 from tests.integration.resumed_training import together
 
 LEASE_S = 3.0
@@ -112,7 +110,7 @@ class _Worker:
         if training.not_finite is not None:
             client.attach_state("scaler", self.scaler, per_rank=True)
 
-    def step(self) -> None:
+    def step(self, before_it_ends: Callable[[], None]) -> None:
         """Take the next step."""
         drawn, number = self.drawn, self.seen.steps + 1
         for parameter in self.model.hidden.parameters():
@@ -132,6 +130,7 @@ class _Worker:
             if self.second is not None:
                 loss = loss + nn.functional.cross_entropy(self.second(x), wanted)
             self.scaler.scale(loss).backward()
+        before_it_ends()
         for optimizer in self.optimizers:
             self.scaler.step(optimizer)
         self.scaler.update()
@@ -165,8 +164,7 @@ class _Run:
 
     drawn: Drawn
     part: Part
-    cluster: LocalCluster
-    views: Views | None = None
+    faults: Faults
 
     def train(self, client: ps.Client) -> History:
         """A worker's steps in this cluster."""
@@ -177,9 +175,14 @@ class _Run:
         history: History = {}
         ticket = None
         while worker.seen.steps < self.part.ends_after:
-            if worker.seen.steps + 1 == self.part.loses and client.rank == 0:
-                self.kill_one()
-            worker.step()
+            moment = partial(self.faults.at, client.rank, worker.seen.steps + 1)
+            moment("before")
+
+            def in_step(moment: Callable[[str], None] = moment) -> None:
+                moment("in")
+                moment("during")
+
+            worker.step(in_step)
             number = worker.seen.steps
             history[number] = worker.digests()
             client.save_point()
@@ -191,26 +194,17 @@ class _Run:
         return history
 
     def _saved(self, client: ps.Client, ticket: CheckpointTicket) -> None:
-        """Wait for the checkpoint. One that lost the killed server is made again."""
+        """Wait for the checkpoint. One that failed by a fault is made again."""
         try:
             ticket.wait(DEADLINE_S)
         except InvalidCheckpoint:
-            assert self.part.loses
+            assert self.part.faults
             client.checkpoint("made again").wait(DEADLINE_S)
-
-    def kill_one(self) -> None:
-        """SIGKILL for a server, once each range has two holders."""
-        assert self.views is not None
-        self.views.until(
-            lambda view: all(len(r.in_sync) == 2 for r in view.ranges if r.primary is not None),
-            "two holders of each range",
-        )
-        os.kill(self.cluster.process_ids["server 0"], signal.SIGKILL)
 
 
 def run_whole(training: Drawn, folder: Path) -> list[History]:
     """The training in one cluster."""
-    part = Part(servers=1, replicas=1, saves_after=0, ends_after=STEPS, loses=0)
+    part = Part(servers=1, replicas=1, saves_after=0, ends_after=STEPS)
     return _run_part(training, part, folder, resume=False)
 
 
@@ -226,21 +220,18 @@ def run_in_parts(training: Drawn, folder: Path) -> list[History]:
 
 def _run_part(training: Drawn, part: Part, folder: Path, *, resume: bool) -> list[History]:
     url = str(folder)
-    shape = ClusterShape(
+    logs = UpdateLogPlan(f"{folder}-logs-{part.ends_after}", is_synced=True)
+    with replicated_cluster(
         part.servers,
         training.workers,
         replica_count=part.replicas,
         lease_s=LEASE_S,
         checkpoints=CheckpointPlan(url=url, resume=url if resume else ""),
-    )
-    with LocalCluster.of(shape) as cluster:
-        views = Views(cluster.address) if part.loses else None
-        try:
-            run = _Run(training, part, cluster, views)
-            return together(cluster.address, training.workers, run.train)
-        finally:
-            if views is not None:
-                views.close()
+        update_log=logs if part.has_logs else NO_UPDATE_LOG,
+        has_journal=True,
+    ) as cluster:
+        run = _Run(training, part, Faults(cluster, part.faults))
+        return together(cluster.address, training.workers, run.train, request_deadline_s=DEADLINE_S)
 
 
 def differences(whole: Sequence[History], in_parts: Sequence[History]) -> list[str]:
