@@ -25,6 +25,7 @@ from ps_worker.steps.inner_steps import InnerSteps
 from ps_worker.steps.setting_by_clock import SettingByClock
 from ps_worker.steps.steps import PushTicket, StepResult, TableHandle
 from ps_worker.training.interrupts import uninterrupted
+from ps_worker.training.module_buffers import BufferTable
 from ps_worker.training.tables.trained_table import TrainedTable
 
 
@@ -195,17 +196,20 @@ class OuterSteps:
 
     Args:
         outer: the optimizer; None if it is another, whose every step exchanges all blocks.
-        tables: the owner adds them.
+        tables, buffers: the owner adds them.
 
     Attributes:
         inner: the inner steps since the last outer step.
         chosen_at: the clock that the blocks were chosen for last.
     """
 
-    def __init__(self, outer: Outer | None, tables: Sequence[TrainedTable]) -> None:
+    def __init__(
+        self, outer: Outer | None, tables: Sequence[TrainedTable], buffers: Sequence[BufferTable]
+    ) -> None:
         self.chosen_at = 0
         self._outer = outer
         self._tables = tables
+        self._buffers = buffers
         self.inner = InnerSteps(1 if outer is None else outer.steps_per_clock)
         self._failed: Mapping[TrainedTable, PushTicket] = {}
         self._was_skipped = False  # the one that failed
@@ -269,9 +273,11 @@ class OuterSteps:
         return self._outer is not None and self.inner.taken < self._outer.overlap
 
     def merge(self) -> None:
-        """Merge values that have come."""
+        """Merge values that have come, and show buffers."""
         for table in self._tables:
             table.moves.merge()
+        for buffers in self._buffers:
+            buffers.show()
 
 
 class _LocalState(defaultdict[torch.Tensor, Any]):

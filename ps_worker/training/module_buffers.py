@@ -10,6 +10,7 @@ Rules:
       who may have sealed either: with backup workers this one may be left out of the first, and
       begins the next update, which that one began. Nobody has sealed a later step.
     - The giver keeps its own: with an outer step that overlaps they are newer than what comes back.
+      The others write what came at the merge, however early a call has waited for it.
     - Buffers of a step that is skipped count, as in one process.
     - A module may replace a buffer's tensor, and may not remove a buffer.
 """
@@ -106,6 +107,7 @@ class BufferTable:
 
     Attributes:
         is_pulled: each step pulls the buffers; False for the first worker of rank 0.
+        arrived: pulled buffers by name, which `show` writes into the module.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class BufferTable:
         self._held = HeldValues()
         self._pending = PendingTickets(client)
         self._pull: PullTicket[Pulled] | None = None
+        self.arrived: dict[str, torch.Tensor] = {}
         self._left: dict[str, torch.Tensor] = {}
         self._arrivals: list[Arrival] = []
         self.handle = client.create_table(
@@ -206,31 +209,50 @@ class BufferTable:
                 current = self._current(self._received)
                 self._left = {name: buffer.detach().clone() for name, buffer, _ in current}
 
-    def finish(self) -> None:
-        """Wait for the end of the step, and write the pulled buffers into the module, except those
-        that the script has changed since a wait was given up; the giver's stay. A pull that has
-        expired is begun again.
+    def finish(self, *, is_shown: bool = True) -> None:
+        """Wait for the end of the step. A pull that has expired is begun again.
+
+        Args:
+            is_shown: `show` what has come; else a later call does.
         """
         if self._pull is not None and self._pull.has_expired:
             self.begin_pull()
         self.wait_pending()
         pull, self._pull = self._pull, None
-        if pull is None:
-            return
-        before, self._left = self._left, {}
-        if self._publishes and not self._is_mean:
-            return
+        if pull is not None:
+            self.arrived = {}
+            if self._is_mean or not self._publishes:
+                self._take_pulled()
+        if is_shown:
+            self.show()
+
+    def _take_pulled(self) -> None:
         here = self._received.views
-        devices = {target.device for _, target, _ in self._current(self._received)}
+        current = list(self._current(self._received))
+        devices = {target.device for _, target, _ in current}
         if len(devices) == 1 and has_streams(device := devices.pop()):
             # One copy for all buffers, which the device then divides.
             far = torch.empty_like(self._received.values, device=device)
             self._arrivals = from_host([(far, self._received.values)])
             here = self._layout.views(far)
-        for (name, target, _), values in zip(self._current(self._received), here, strict=True):
+        self.arrived = {name: values for (name, _, _), values in zip(current, here, strict=True)}
+
+    def show(self) -> None:
+        """Write the buffers that have come into the module, except those that the script has
+        changed since a wait was given up; the giver's stay.
+        """
+        arrived, self.arrived = self.arrived, {}
+        before, self._left = self._left, {}
+        for name, values in arrived.items():
+            target = present_buffer(self._module, name)
             check_shape(name, target, values)
             if name not in before or torch.equal(before[name], target):
                 write_values(target, values)
+
+    def load_arrived(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Go on from those `arrived` in a checkpoint; it may have those of other tables, too."""
+        names = [entry.name for entry in self._layout.placed if entry.name in buffers]
+        self.arrived = {name: buffers[name] for name in names}
 
     def _push(self, step: TableStep) -> TableStep:
         self._stage()

@@ -351,6 +351,7 @@ class InnerStepsState:
             "unmerged": {t.name: t.moves.unmerged for t in model.tables},
             "chosen_at": model.outer_steps.chosen_at,
             "buffers": {} if self._buffers is None else self._buffers.state_dict(),
+            "unmerged_buffers": {n: v for table in model.buffers for n, v in table.arrived.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -366,6 +367,8 @@ class InnerStepsState:
         self.take(self._model.tables)
         if self._buffers is not None:
             self._buffers.load_state_dict(state["buffers"])
+        for table in self._model.buffers:
+            table.load_arrived(state.get("unmerged_buffers", {}))
 
     def take(self, tables: Iterable[TrainedTable]) -> None:
         """Load what there is of these tables."""

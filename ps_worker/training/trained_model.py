@@ -136,7 +136,7 @@ class TrainedModel:
         self.loaded: LoadedState | None = None
         self.adds = isinstance(optimizer, Add)
         self.outer = optimizer if isinstance(optimizer, Outer) else None
-        self.outer_steps = OuterSteps(self.outer, self.tables)
+        self.outer_steps = OuterSteps(self.outer, self.tables, self.buffers)
         self.inner_steps = self.outer_steps.inner
         self.are_replayed = False
         self.is_reducing: Callable[[], bool] = lambda: self.group.has_begun
@@ -700,7 +700,7 @@ class TrainedModel:
             with uninterrupted():
                 self._take_over(sealed)
             for buffers in self.buffers:
-                buffers.finish()
+                buffers.finish(is_shown=sealed.is_early or not self._is_overlapped)
             self._finish_rows(sealed)
         except BaseException as error:
             with uninterrupted():  # the script goes on: its changes come after the step

@@ -344,6 +344,26 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, outer: ps.Outer) -> N
             assert not differences(values, theirs), f"{step=}"
 
 
+def test_buffers_come_with_the_merge_however_early_a_call_waits(workers: list[ps.Client]) -> None:
+    """A checkpoint waits for them between the two, and has them for a run that goes on from it."""
+
+    def work(client: ps.Client, name: str) -> list[float]:
+        trainer = train(client, name, WAITING, 3)
+        state = InnerStepsState(trainer.optimizer.trained_model, trainer.model)
+        saved = copy.deepcopy(state.state_dict())
+        seen = [float(trainer.model.seen[0])]
+        for is_resumed in (False, True):
+            if is_resumed:
+                state.load_state_dict(saved)
+            trainer.step()
+            seen.append(float(trainer.model.seen[0]))
+        return seen
+
+    first, second = together(workers, partial(work, name=new_name()))
+    assert first == [3.0, 4.0, 4.0]
+    assert second == [6.0, 3.0, 3.0]  # the first worker's after the outer step
+
+
 def test_a_state_of_another_clock_merges_the_fragment_that_it_has(
     workers: list[ps.Client],
 ) -> None:

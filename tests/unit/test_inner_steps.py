@@ -143,7 +143,7 @@ class FailedStep:
     def __init__(self, outer: Outer = OUTER, *, is_skipped: bool = False) -> None:
         self.client = TableClient()
         self.table = moved_table(self.client, outer)
-        self.steps = OuterSteps(outer, [self.table])
+        self.steps = OuterSteps(outer, [self.table], [])
         self.steps.inner.taken = outer.inner_steps
         self.steps.sealed()
         self.table.begin_pull()
