@@ -119,7 +119,7 @@ sim-seldom: $(READY) ## Run the simulator until what seldom happens has: up to 2
 sim-mutants: $(READY) ## Put one deliberate bug after the other into the machines: the simulator must see each
 	PYTHONPATH=.:protos $(BIN)/python -m tests.sim.run_mutants
 
-combinations: $(READY) ## Train with features that are combined at random, whole and in parts: the same bits? SEEDS=20 trainings from FIRST=0
+combinations: $(READY) ## Train with features and faults combined at random: the same bits, each step once? SEEDS=20 of each kind from FIRST=0
 	PYTHONPATH=.:protos $(BIN)/python -m tests.combinations.run --seeds $(if $(filter file,$(origin SEEDS)),20,$(SEEDS)) --first $(FIRST)
 
 chaos: $(READY) ## Kill, pause and cut off real servers under load, for minutes (CHAOS='--kills 20 --json FILE')

@@ -35,6 +35,9 @@ OPTIMIZERS: dict[str, ServerOptimizer] = {
 INNER_STEPS = {"outer": 2, "fragments": 2, "overlap": 2}
 """From one outer step, of a fragment or of all, to the next."""
 
+_CODECS = ("none", "none", "none", "topk:0.1", "topk:0.3", "randomk:0.2")
+"""Those that send some elements as they are, and keep the others exactly."""
+BACKUP = "bsp:backup=1"
 _SETTINGS = ("bsp", "bsp", "ssp:0", "ssp:1", "ssp:3", "ssp:1..4", "asp", "asp")
 
 
@@ -58,8 +61,14 @@ class Counted:
         changes: steps after which the consistency changes, and to which.
         skips: the (rank, step) whose loss scale finds an infinity.
         is_sparse: a layer is in no backward pass of every third step of a worker.
+        trains_two: a second model takes a step after each of the first.
+        is_read: a reader reads the model again and again.
+        edits: the steps before which all change a parameter.
+        synchronizes: the steps after which all take the common model.
         has_shards: the steps are those that a data set's shards give.
         late: the step of worker 0 before which another one joins; 0: none does.
+        saves_after: the step after which all make a checkpoint, from which `later` workers go on
+            with steps that count from 1, and with what `late`, `deaths` and `faults` say; 0: none.
     """
 
     seed: int
@@ -72,7 +81,13 @@ class Counted:
     skips: frozenset[tuple[int, int]]
     is_sparse: bool
     has_rows: bool
+    trains_two: bool
+    is_read: bool
+    edits: frozenset[int]
+    synchronizes: frozenset[int]
     has_shards: bool
+    saves_after: int
+    later: int
     late: int
     deaths: tuple[Death, ...]
     servers: int
@@ -96,31 +111,33 @@ def counted(seed: int) -> Counted:
     has_shards = draw.random() < 0.2
     optimizer = "sgd" if has_shards else draw.choice(["sgd", "sgd", *OPTIMIZERS])
     has_groups = optimizer == "sgd" and not has_shards and draw.random() < 0.3
+    saves_after = 0 if has_shards or draw.random() < 0.5 else draw.randrange(1, STEPS - 4)
+    later = workers if optimizer in INNER_STEPS else draw.randrange(1, 4)
     is_bsp = has_groups or optimizer == "aggregate"
-    setting = "asp" if has_shards else "bsp" if is_bsp else draw.choice(_SETTINGS)
-    changes: tuple[tuple[int, str], ...] = ()
-    if not (has_shards or is_bsp) and draw.random() < 0.35:
-        steps = sorted(draw.sample(range(1, STEPS), draw.choice((1, 2))))
-        changes = tuple((step, draw.choice(_SETTINGS)) for step in steps)
-    is_whole = not is_bsp and draw.random() < 0.6  # workers may come and go
-    late = draw.randrange(1, STEPS) if is_whole and draw.random() < 0.6 else 0
-    deaths = tuple(
-        Death(rank, draw.randrange(2, STEPS), draw.choice(MOMENTS))
-        for rank in sorted(
-            draw.sample(range(workers), draw.choice((0, 1, 1, 2)) if is_whole else 0)
-        )
-    )
+    setting, changes = ("asp" if has_shards else "bsp"), tuple[tuple[int, str], ...]()
+    if not (has_shards or is_bsp):
+        setting, changes = _setting(draw, optimizer)
+    last, most = STEPS - saves_after, min(workers, later) if saves_after else workers
+    late, deaths = _comings(draw, last, most)
+    if is_bsp or draw.random() < 0.4:
+        late, deaths = 0, ()
     is_fixed = not (late or deaths)
     skips = {(draw.randrange(workers), draw.randrange(1, STEPS + 1)) for _ in range(3)}
     frozen_from = draw.randrange(1, STEPS - 2)
-    replicas = draw.choice((1, 2))
+    frozen = range(frozen_from, frozen_from + draw.randrange(1, 5))
+    replicas, has_logs = draw.choice((1, 2)), draw.random() < 0.2
     servers = draw.randrange(replicas, 5)
-    has_logs = draw.random() < 0.2
     spare = servers - 1 if replicas == 2 else 0
-    is_local = optimizer != "sgd"
-    is_eager = draw.random() < 0.2 and not is_local
-    if has_shards or (is_eager and (setting != "bsp" or changes)):  # what came is not skipped
+    codec, is_plain = draw.choice(_CODECS), optimizer == "sgd" and not has_groups
+    is_eager = draw.random() < 0.2 and is_plain
+    is_applied_on_arrival = is_eager and (setting not in ("bsp", BACKUP) or changes)
+    if has_shards or codec != "none" or is_applied_on_arrival:
         skips.clear()
+
+    def some(may_be: bool) -> frozenset[int]:
+        steps = draw.sample(range(2, last), 2)
+        return frozenset(steps if may_be and draw.random() < 0.4 else ())
+
     return Counted(
         seed,
         workers,
@@ -132,28 +149,51 @@ def counted(seed: int) -> Counted:
             "kernels": draw.choice(("fast", "exact")),
             "mode": "eager" if is_eager else "sealed",
             "accumulate": draw.choice((1, 1, 2)),
-            "overlap_pull": draw.random() < 0.25 and not is_local,
+            "overlap_pull": draw.random() < 0.25 and is_plain,
+            "push_codec": codec,
         },
-        groups=_groups(draw, workers) if has_groups else (),
-        frozen=range(frozen_from, frozen_from + draw.randrange(1, 5))
-        if is_fixed and draw.random() < 0.3
-        else range(0),
+        groups=_groups(draw) if has_groups else (),
+        frozen=frozen if is_fixed and draw.random() < 0.3 else range(0),
         changes=changes,
         skips=frozenset(skips if draw.random() < 0.3 else ()),
         is_sparse=draw.random() < 0.3,
-        has_rows=draw.random() < 0.3 and optimizer in ("sgd", "add") and not has_groups,
+        trains_two=draw.random() < 0.3 and not has_shards,
+        is_read=draw.random() < 0.25 and optimizer != "aggregate",
+        edits=some(is_fixed and setting == "bsp" and not (changes or saves_after)),
+        synchronizes=some(is_fixed and not has_shards),
+        has_rows=draw.random() < 0.3
+        and optimizer in ("sgd", "add")
+        and not (has_groups or setting == BACKUP),
         has_shards=has_shards,
+        saves_after=saves_after,
+        later=later,
         late=late,
         deaths=deaths,
         servers=servers,
         replicas=replicas,
         has_logs=has_logs,
-        faults=drawn_faults(draw, [], range(1, STEPS + 1), workers, has_logs, spare),
+        faults=drawn_faults(draw, [], range(1, last), most, has_logs, spare),
     )
 
 
-def _groups(draw: random.Random, workers: int) -> tuple[str, ...]:
-    """Groups of one or two: a mean of three is not exact."""
-    names = ["a", "a", "b"][:workers]
+def _setting(draw: random.Random, optimizer: str) -> tuple[str, tuple[tuple[int, str], ...]]:
+    """A consistency, and what it changes to."""
+    if optimizer in ("sgd", "add", "outer") and draw.random() < 0.1:
+        return BACKUP, ()
+    steps = sorted(draw.sample(range(1, STEPS), draw.choice((0, 0, 0, 1, 2))))
+    return draw.choice(_SETTINGS), tuple((step, draw.choice(_SETTINGS)) for step in steps)
+
+
+def _comings(draw: random.Random, last: int, most: int) -> tuple[int, tuple[Death, ...]]:
+    """The step at which a worker joins, and those of `most` workers that die."""
+    late = draw.randrange(1, last) if draw.random() < 0.6 else 0
+    dying = draw.sample(range(most), min(most, draw.choice((0, 1, 1, 2))))
+    deaths = (Death(rank, draw.randrange(2, last), draw.choice(MOMENTS)) for rank in sorted(dying))
+    return late, tuple(deaths)
+
+
+def _groups(draw: random.Random) -> tuple[str, ...]:
+    """Groups of one or two: a mean of three is not exact. There may be more workers later."""
+    names = ["a", "a", "b"]
     draw.shuffle(names)
     return tuple(names)

@@ -30,6 +30,7 @@ from tests.combinations.counted import (
 
 DEADLINE_S = 90.0
 Values = dict[str, npt.NDArray[np.float32]]
+SECOND = "second.large"
 ROW_IDS = torch.arange(STEPS + 1)
 
 
@@ -40,6 +41,8 @@ class Order:
     Attributes:
         number: its column.
         rank: the rank that it asks for; None: any.
+        is_first: it is of those that the cluster was started for, and replaces nobody.
+        saves_after: it ends with a checkpoint after this step; 0: it does not.
         stops: the (step, moment) that it tells of and waits at, "during" apart.
     """
 
@@ -47,6 +50,8 @@ class Order:
     training: Counted
     number: int
     rank: int | None
+    is_first: bool
+    saves_after: int
     stops: frozenset[tuple[int, str]]
 
 
@@ -99,11 +104,21 @@ class _Worker:
         if training.has_rows:
             self.model.rows = make_rows(client, training)
         options = dict(training.options)
-        if training.groups and client.rank < training.workers:
+        if training.groups and client.rank < len(training.groups):
             options["aggregate_within"] = training.groups[client.rank]
         self.optimizer = ps.DistributedOptimizer(
             client, self.model, OPTIMIZERS[training.optimizer], **options
         )
+        self.optimizers, self.second = [self.optimizer], CountedNet()
+        if training.trains_two:
+            if order.number != 0:
+                nn.init.constant_(self.second.large, 0.5 + order.number)
+            options = {k: v for k, v in options.items() if k != "overlap_pull"}
+            self.optimizers.append(
+                ps.DistributedOptimizer(
+                    client, self.second, ps.SGD(lr=1.0), name="second", **options
+                )
+            )
         self.scaler = torch.amp.GradScaler(
             "cpu", enabled=bool(training.skips), init_scale=64.0, growth_interval=4
         )
@@ -119,11 +134,44 @@ class _Worker:
             self.step_number = step
             self.pipe.send(("step", step, self.optimizer.clock, self._values()))
             for after, setting in self.training.changes:
-                if after == step and self.order.rank is not None:
-                    self.optimizer.set_consistency(setting)
+                if after == step and self.order.is_first:
+                    for optimizer in self.optimizers:
+                        optimizer.set_consistency(setting)
+            if step in self.training.synchronizes:
+                for optimizer in self.optimizers:
+                    optimizer.synchronize()
+            self.client.save_point()
+            if step == self.order.saves_after:
+                self._save()
+                return
         if self.training.optimizer in INNER_STEPS:
             self.optimizer.synchronize()
-        self.pipe.send(("end", self.step_number, self.optimizer.clock, self._values()))
+        self.pipe.send(("end", self._values(), self._residuals()))
+
+    def _save(self) -> None:
+        """Make a checkpoint while nobody takes a step; one that failed by a fault is made again."""
+        self.optimizer.wait()
+        self.client.barrier()
+        try:
+            self.client.checkpoint().wait(DEADLINE_S)
+        except ps.InvalidCheckpoint:
+            assert self.training.faults
+            self.client.checkpoint("made again").wait(DEADLINE_S)
+        self.client.barrier()
+
+    def _residuals(self) -> Values:
+        """What the codec has left for later steps, as gradients, by parameter."""
+        found = {}
+        for optimizer in self.optimizers:
+            for table in optimizer.trained_model.tables:
+                residuals = table.handle.steps.residuals
+                if residuals is not None:
+                    left = np.asarray(residuals.state_dict()["residuals"], np.float32)
+                    for entry in table.layout.placed:
+                        part = left[entry.offset : entry.offset + entry.tensor.numel()]
+                        name = entry.name if optimizer is self.optimizer else f"second.{entry.name}"
+                        found[name] = part.reshape(entry.tensor.shape).copy()
+        return found
 
     def _batches(self) -> Iterator[Iterable[int]]:
         if self.training.has_shards:
@@ -141,11 +189,16 @@ class _Worker:
     def _step(self, step: int, samples: Iterable[int]) -> None:
         model, rank, accumulate = self.model, self.client.rank, self.training.options["accumulate"]
         model.large.requires_grad_(step not in self.training.frozen)
-        self.optimizer.zero_grad()
+        if step in self.training.edits:
+            model.start.data.add_(1000.0)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         digit = 0.0 if self.training.has_shards else 4.0 ** (step - 1)
         for _ in range(accumulate):
             coefficients = self.column * (digit / accumulate)
             loss = (model.small * coefficients).sum()
+            if self.training.trains_two:
+                loss = loss + (self.second.large * coefficients).sum()
             if model.large.requires_grad:
                 loss = loss + (model.large * coefficients).sum()
             if not is_absent(self.training, self.order.number, step):
@@ -154,12 +207,13 @@ class _Worker:
                 loss = loss + (model.rows(torch.tensor(rows_of(step))) * coefficients).sum()
             for sample in samples:
                 loss = loss + model.seen[sample] / accumulate
-            if (rank, step) in self.training.skips and self.order.number == rank:
+            if (rank, step) in self.training.skips and self.order.is_first:
                 loss = loss * math.inf
             self.scaler.scale(loss).backward()
         self._tell("in", step)
         self._tell("during", step)
-        self.scaler.step(self.optimizer)
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
         self.scaler.update()
 
     def _tell(self, moment: str, step: int) -> None:
@@ -169,7 +223,10 @@ class _Worker:
                 self.pipe.recv()
 
     def _values(self) -> Values:
-        return {name: value.numpy().copy() for name, value in self.model.state_dict().items()}
+        found = {name: value.numpy().copy() for name, value in self.model.state_dict().items()}
+        if self.training.trains_two:
+            found[SECOND] = self.second.large.detach().numpy().copy()
+        return found
 
 
 def work(order: Order, pipe: Connection) -> None:

@@ -6,8 +6,7 @@ a worker's column -> the digits of each value -> the steps that are in it, and h
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from typing import Any
 import numpy as np
 
 import ps_worker as ps
-from ps_runtime.launch.cluster_shape import NO_UPDATE_LOG, UpdateLogPlan
+from ps_runtime.launch.cluster_shape import NO_UPDATE_LOG, CheckpointPlan, UpdateLogPlan
 from tests.combinations.counted import (
+    BACKUP,
     COLUMNS,
     INNER_STEPS,
     PASSES,
@@ -29,6 +29,7 @@ from tests.combinations.counted import (
 from tests.combinations.counted_worker import (
     DEADLINE_S,
     ROW_IDS,
+    SECOND,
     CountedNet,
     Order,
     Values,
@@ -51,47 +52,64 @@ class _Told:
     """What a worker process said.
 
     Attributes:
-        rank: None until it is connected.
+        place: its rank if it is of those that the cluster was started for, and replaces nobody.
         steps: the last that it ended.
         after: by step: its clock, and its model.
+        end: its model when it has ended.
+        residuals: what its codec has left.
         death: the moment at which it was killed; None: it was not.
     """
 
     number: int
-    rank: int | None = None
+    place: int | None
     steps: int = 0
     after: dict[int, tuple[int, Values]] = field(default_factory=dict)
     end: Values | None = None
+    residuals: Values = field(default_factory=dict)
     death: Death | None = None
 
 
 class _Run:
-    """A training's processes. Each has a thread here that hears it."""
+    """The processes of one cluster. Each has a thread here that hears it.
 
-    def __init__(self, training: Counted, cluster: ReplicatedCluster, stack: ExitStack) -> None:
-        self.training, self._cluster, self._stack = training, cluster, stack
+    Args:
+        begun: the numbers of workers that were there before.
+        saves_after: as of `Order`; who saves knows no faults.
+    """
+
+    def __init__(
+        self, training: Counted, cluster: ReplicatedCluster, begun: int, saves_after: int
+    ) -> None:
+        self.training, self._cluster = training, cluster
+        self._begun, self._saves_after = begun, saves_after
         self.told: list[_Told] = []
-        self.faults = Faults(cluster, training.faults)
+        self.faults = Faults(cluster, () if saves_after else training.faults)
         self.problems: list[str] = []
         self.refusals: list[str] = []
-        self._late = training.late
-        self._deaths = list(training.deaths)
+        self._late = 0 if saves_after else training.late
+        self._deaths = () if saves_after else training.deaths
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
-    def start(self, rank: int | None) -> threading.Event:
+    def start(self, rank: int | None, *, is_first: bool = False) -> threading.Event:
         """Start a worker; the event: it is connected, or never will be."""
         connected, context = threading.Event(), warm_context()
         ours, theirs = context.Pipe()
         with self._lock:
-            told = _Told(len(self.told))
+            told = _Told(self._begun + len(self.told), rank if is_first else None)
             self.told.append(told)
-            stops = self._stops(told.number)
-            order = Order(self._cluster.address, self.training, told.number, rank, stops)
+            order = Order(
+                self._cluster.address,
+                self.training,
+                told.number,
+                rank,
+                is_first,
+                self._saves_after,
+                self._stops(told.place),
+            )
             process = context.Process(target=work, args=(order, theirs), daemon=True)
             process.start()
             theirs.close()
-            self._stack.callback(process.kill)
             hears = threading.Thread(
                 target=self._hear, args=(told, process, ours, connected), daemon=True
             )
@@ -99,13 +117,13 @@ class _Run:
             self._threads.append(hears)
         return connected
 
-    def _stops(self, number: int) -> frozenset[tuple[int, str]]:
+    def _stops(self, place: int | None) -> frozenset[tuple[int, str]]:
         training = self.training
-        if number >= training.workers:
+        if self._saves_after:
             return frozenset()
         happenings: list[Fault | Death] = [*training.faults, *training.deaths]
-        found = {(each.step, each.moment) for each in happenings if each.rank == number}
-        if number == 0 and training.late:
+        found = {(each.step, each.moment) for each in happenings if each.rank == place}
+        if place == 0 and training.late:
             found.add((training.late, "before"))
         return frozenset(found)
 
@@ -127,21 +145,22 @@ class _Run:
         finally:
             connected.set()
             process.join()
+            pipe.close()
 
     def _hear_all(self, told: _Told, process: Any, pipe: Any, connected: threading.Event) -> None:
         while True:
             assert pipe.poll(WAIT_S), f"it says nothing after step {told.steps}"
             word, *more = pipe.recv()
             if word == "connected":
-                told.rank = more[0]
                 connected.set()
             elif word == "step":
                 told.steps = more[0]
                 told.after[more[0]] = more[1], more[2]
             elif word == "end":
-                told.end = more[2]
+                told.end, told.residuals = more
             elif word == "moment":
                 if self._dies(told, process, *more):
+                    _hear_the_rest(told, pipe)
                     return
                 if more[1] != "during":
                     pipe.send("go on")
@@ -156,18 +175,30 @@ class _Run:
 
     def _dies(self, told: _Told, process: Any, step: int, moment: str) -> bool:
         """Do what is due at this moment of a worker; True: it was killed."""
-        rank = told.number
+        rank = told.place
         if rank == 0 and self._late == step and moment == "before":
             self._late = 0
             self.start(None).wait(WAIT_S)
+        assert rank is not None
         self.faults.at(rank, step, moment)
         for death in self._deaths:
             if (death.rank, death.step, death.moment) == (rank, step, moment):
                 process.kill()
+                process.join()
                 told.death = death
                 self.start(rank)
                 return True
         return False
+
+
+def _hear_the_rest(told: _Told, pipe: Any) -> None:
+    """The steps that it had ended before it was killed."""
+    with suppress(EOFError, OSError):
+        while pipe.poll():
+            word, *more = pipe.recv()
+            if word == "step":
+                told.steps = more[0]
+                told.after[more[0]] = more[1], more[2]
 
 
 def check(training: Counted, folder: Path) -> str:
@@ -176,76 +207,154 @@ def check(training: Counted, folder: Path) -> str:
     Raises:
         Refused: the features do not go together.
     """
-    logs = UpdateLogPlan(str(folder / "logs"), is_synced=True) if training.has_logs else None
-    with (
-        replicated_cluster(
-            training.servers,
-            training.workers,
-            {"PUSHPULL_WORKER_TIMEOUT_S": "8"},
-            replica_count=training.replicas,
-            lease_s=LEASE_S,
-            update_log=logs or NO_UPDATE_LOG,
-            has_journal=True,
-            max_workers=training.workers + 4,
-        ) as cluster,
-        ExitStack() as stack,
-    ):
-        run = _Run(training, cluster, stack)
-        for rank in range(training.workers):
-            run.start(rank)
+    saved: list[_Told] = []
+    if training.saves_after:
+        run, _ = _trained(training, folder, 0, training.saves_after)
+        saved = run.told
+        if run.problems:
+            return "\n".join(run.problems)
+    run, values = _trained(training, folder, len(saved), 0)
+    if run.problems:
+        return "\n".join(run.problems)
+    if training.optimizer == "aggregate":
+        finals = {f"at worker {t.number}": t.end for t in run.told if t.end is not None}
+    else:
+        finals = {"in the end": values}
+    problems = [*_wrong_on_the_way(training, run, saved), *_wrong_in_the_end(run, saved, finals)]
+    return "; ".join(problems[:6])
+
+
+def _trained(training: Counted, folder: Path, begun: int, saves_after: int) -> tuple[_Run, Values]:
+    """A run of one cluster, and the model in the end. Args as of `_Run`."""
+    logs = UpdateLogPlan(str(folder / f"logs-{begun}"), is_synced=True)
+    root = str(folder / "checkpoints")
+    workers = training.later if begun else training.workers
+    with replicated_cluster(
+        training.servers,
+        workers,
+        {"PUSHPULL_WORKER_TIMEOUT_S": "8"},
+        replica_count=training.replicas,
+        lease_s=LEASE_S,
+        update_log=logs if training.has_logs else NO_UPDATE_LOG,
+        checkpoints=CheckpointPlan(url=root, resume=root if begun else ""),
+        has_journal=True,
+        max_workers=workers + 4,
+    ) as cluster:
+        run = _Run(training, cluster, begun, saves_after)
+        for rank in range(workers):
+            run.start(rank, is_first=True)
+        reads = _Reads(cluster, training) if training.is_read and not saves_after else None
         run.wait()
+        if reads is not None:
+            reads.end()
+            run.problems += reads.problems[:4]
         if run.refusals and not run.problems:
             raise Refused(run.refusals[0])
         run.faults.end()
-        if run.problems or run.refusals:
-            return "\n".join([*run.problems, *run.refusals])
-        if training.optimizer == "aggregate":
-            finals = {f"at worker {t.number}": t.end for t in run.told if t.end is not None}
-        else:
-            finals = {"in the end": _read(cluster, training)}
-    return "; ".join([*_wrong_on_the_way(run), *_wrong_in_the_end(run, finals)][:6])
+        is_read = not (run.problems or saves_after or training.optimizer == "aggregate")
+        return run, _read(cluster, training) if is_read else {}
 
 
 def _read(cluster: ReplicatedCluster, training: Counted) -> Values:
     """The model as a reader finds it when all have ended."""
     with ps.connect(cluster.address, role="reader", request_deadline_s=DEADLINE_S) as reader:
-        model = CountedNet()
-        ps.pull_model(reader, model)
-        found = {name: value.numpy().copy() for name, value in model.state_dict().items()}
+        found = _read_models(reader, training)
         if training.has_rows:
             rows = make_rows(reader, training)(ROW_IDS)
             found |= {f"row {i}": rows[i : i + 1].detach().numpy() for i in ROW_IDS.tolist()}
     return found
 
 
+def _read_models(reader: ps.Client, training: Counted) -> Values:
+    model = CountedNet()
+    ps.pull_model(reader, model)
+    found = {name: value.numpy().copy() for name, value in model.state_dict().items()}
+    if training.trains_two:
+        ps.pull_model(reader, model, "second")
+        found[SECOND] = model.large.detach().numpy().copy()
+    return found
+
+
+class _Reads:
+    """A reader's reads while the others train: each of one state, with whole steps."""
+
+    def __init__(self, cluster: ReplicatedCluster, training: Counted) -> None:
+        self._training = training
+        self._ends = threading.Event()
+        self.problems: list[str] = []
+        self._reader = ps.connect(cluster.address, role="reader", request_deadline_s=DEADLINE_S)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        model, count = CountedNet(), 0
+        try:
+            while not self._ends.is_set():
+                clock = ps.pull_model(self._reader, model)
+                count += 1
+                self._check(model, f"read {count}, of clock {clock}")
+        except ps.PushpullError as error:
+            if not self._ends.is_set():
+                self.problems.append(f"read {count + 1}: {type(error).__name__}: {error}")
+
+    def _check(self, model: CountedNet, where: str) -> None:
+        for name in ("large", "small", "sparse"):
+            value = model.get_parameter(name).detach().numpy()
+            for one in np.unique(value):
+                found = digits(float(one))
+                if max(found) > 1 or min(found) < 0:
+                    self.problems.append(f"{where}: {name} has {float(one)}, {found}")
+        if self._is_whole and len(np.unique(model.small.detach().numpy())) > 2:
+            self.problems.append(f"{where}: {model.small}: steps of another number at each worker")
+        if self._is_whole:
+            rows = [model.get_parameter(name).detach().numpy() for name in ("large", "small")]
+            if len(np.unique(np.concatenate(rows), axis=0)) > 1:
+                self.problems.append(f"{where}: a state with half of a step: {rows}")
+
+    @property
+    def _is_whole(self) -> bool:
+        """Each read has the same steps of all workers in all tensors."""
+        training = self._training
+        return (
+            training.options["consistency"] == "bsp"
+            and training.options["push_codec"] == "none"
+            and training.optimizer not in INNER_STEPS
+            and not (training.changes or training.late or training.deaths or training.frozen)
+            and not (training.skips or training.saves_after)
+        )
+
+    def end(self) -> None:
+        self._ends.set()
+        self._reader.close()
+        self._thread.join()
+
+
 # --- which steps are in a value
 
 
-def _expected(training: Counted, name: str, number: int, steps: Iterable[int]) -> list[int]:
-    """Those of a worker's steps that change a tensor or row."""
-    return [step for step in steps if _changes(training, name, number, step)]
-
-
-def _changes(training: Counted, name: str, number: int, step: int) -> bool:
+def _changes(training: Counted, name: str, told: _Told, step: int) -> bool:
+    """True if a worker's step changes a tensor or row."""
     if training.has_shards or any(
-        (rank, step) in training.skips for rank in _skipping_with(training, number)
+        (rank, step) in training.skips for rank in _skipping_with(training, told.place)
     ):
         return False
     if name.startswith("row "):
         return int(name.removeprefix("row ")) in rows_of(step)
     if name == "large":
         return step not in training.frozen
-    return not (name == "sparse" and is_absent(training, number, step))
+    if name == SECOND:
+        return True
+    return not (name == "sparse" and is_absent(training, told.number, step))
 
 
-def _skipping_with(training: Counted, number: int) -> list[int]:
+def _skipping_with(training: Counted, place: int | None) -> list[int]:
     """The workers whose infinities skip a worker's step."""
-    if number >= training.workers:
+    if place is None:
         return []
     groups = training.groups
     if not groups:
-        return [number]
-    return [rank for rank, group in enumerate(groups) if group == groups[number]]
+        return [place]
+    return [rank for rank, group in enumerate(groups) if group == groups[place]]
 
 
 def digits(value: float) -> list[int]:
@@ -261,44 +370,64 @@ def digits(value: float) -> list[int]:
 
 
 def _wrong(
-    training: Counted, values: Values, number: int, sure: int, may: int, where: str
+    training: Counted, values: Values, told: _Told, bounds: tuple[int, int], where: str
 ) -> list[str]:
-    """What is wrong with a column that has steps up to `sure`, and may have some up to `may`."""
-    problems = []
+    """What is wrong with a worker's column that has its steps up to the first of the bounds, and
+    may have some up to the second.
+    """
+    problems, (sure, may) = [], bounds
     for name, value in values.items():
         if name in ("seen", "start"):
             continue
-        needed = set(_expected(training, name, number, range(1, sure + 1)))
-        allowed = set(_expected(training, name, number, range(1, may + 1)))
-        for one in np.unique(value.reshape(-1, COLUMNS)[:, number]):
+        counting = [step for step in range(1, may + 1) if _changes(training, name, told, step)]
+        needed = {step for step in counting if step <= sure}
+        for one in np.unique(value.reshape(-1, COLUMNS)[:, told.number]):
             found = digits(float(one))
             steps = {step for step, digit in enumerate(found, 1) if digit}
-            if max(found) > 1 or min(found) < 0 or not needed <= steps <= allowed:
+            if max(found) > 1 or min(found) < 0 or not needed <= steps <= set(counting):
                 problems.append(
-                    f"{where}: {name} has of worker {number} {float(one)}, {found}; expected "
-                    f"{sorted(needed)}, perhaps up to {may}"
+                    f"{where}: {name} has of worker {told.number} {float(one)}, {found}; expected "
+                    f"{sorted(needed)}, perhaps all of {counting}"
                 )
     return problems
 
 
-def _wrong_in_the_end(run: _Run, finals: dict[str, Values]) -> list[str]:
+def _wrong_in_the_end(run: _Run, saved: list[_Told], finals: dict[str, Values]) -> list[str]:
     training, problems = run.training, []
     for where, values in finals.items():
-        if not np.array_equal(values["start"], np.arange(100.0)):
-            problems.append(f"{where}: what nobody changed is {values['start']}")
         for told in run.told:
-            sure, may = _bounds(training, told)
-            problems += _wrong(training, values, told.number, sure, may, where)
+            for name, left in told.residuals.items():
+                adds = training.optimizer == "add" and name != SECOND
+                if name in values:  # `Add` pushes updates, the others what is taken off
+                    values[name] = values[name] + (left if adds else -left)
+        if not np.array_equal(values["start"], np.arange(100.0) + 1000.0 * len(training.edits)):
+            problems.append(f"{where}: what edits alone change is {values['start']}")
+        for told in saved:  # what they had left was another's, and is lost if that one died
+            is_kept = not (_keeps(training) and any(other.death for other in run.told))
+            bounds = _bounds(training, told) if is_kept else (0, told.steps)
+            problems += _wrong(training, values, told, bounds, where)
+        for told in run.told:
+            problems += _wrong(training, values, told, _bounds(training, told), where)
         if training.has_shards:
             problems += _wrong_shards(run, values["seen"])
     return problems
 
 
+def _keeps(training: Counted) -> bool:
+    """True if a worker keeps what the servers have not taken, for a later step."""
+    return training.options["push_codec"] != "none" or training.optimizer in INNER_STEPS
+
+
 def _bounds(training: Counted, told: _Told) -> tuple[int, int]:
     """A worker's steps that are in the values, and the last that may be."""
+    is_left_out = BACKUP in training.options["consistency"]
     if told.death is None:
-        return told.steps, told.steps
+        return told.steps if _keeps(training) or not is_left_out else 0, told.steps
     sure, may = told.steps, told.steps
+    if is_left_out:
+        sure = 0
+    if training.options["push_codec"] != "none":
+        sure = 0  # what the codec had left is lost with it
     if training.options["overlap_pull"]:
         sure -= 1  # `step` returns before its step is committed
     if told.death.moment == "during" or (
@@ -323,22 +452,31 @@ def _wrong_shards(run: _Run, seen: Any) -> list[str]:
     return []
 
 
-def _wrong_on_the_way(run: _Run) -> list[str]:
+def _wrong_on_the_way(training: Counted, run: _Run, saved: list[_Told]) -> list[str]:
     """A worker has its own steps; under BSP all have the same after each."""
-    training, problems = run.training, []
-    for told in run.told:
+    problems: list[str] = []
+    setting, codec = training.options["consistency"], training.options["push_codec"]
+    is_plain = codec == "none" and setting != BACKUP
+    for told in [*saved, *run.told] if is_plain else []:
         for step, (_, values) in told.after.items():
             where = f"worker {told.number} after its step {step}"
-            problems += _wrong(training, values, told.number, step, step, where)
-    is_bsp = training.options["consistency"] == "bsp" and not training.changes
-    if is_bsp and training.optimizer not in INNER_STEPS:
-        by_clock: dict[int, tuple[int, Values]] = {}
-        for told in run.told:
-            for clock, values in told.after.values():
-                number, other = by_clock.setdefault(clock, (told.number, values))
-                names = [n for n in values if not np.array_equal(values[n], other[n])]
-                if names:
-                    problems.append(
-                        f"workers {number} and {told.number} differ at clock {clock}: {names}"
-                    )
+            problems += _wrong(training, values, told, (step, step), where)
+    is_bsp = setting == "bsp" and not training.changes
+    own = ("add", *INNER_STEPS) if not is_plain else INNER_STEPS
+    if is_bsp and training.optimizer not in own:
+        for of in (saved, run.told):
+            problems += _differences(of)
+    return problems
+
+
+def _differences(of: list[_Told]) -> list[str]:
+    """Where workers have other values at the same clock."""
+    problems, by_clock = [], dict[int, tuple[int, Values]]()
+    for told in of:
+        for clock, values in told.after.values():
+            number, other = by_clock.setdefault(clock, (told.number, values))
+            names = [n for n in values if not np.array_equal(values[n], other[n])]
+            if names:
+                words = f"workers {number} and {told.number} differ at clock {clock}: {names}"
+                problems.append(words)
     return problems

@@ -81,7 +81,7 @@ class Drawn:
         edits: steps before which all scripts change a parameter.
         synchronizes: steps after which all take the common model.
         not_finite: steps in which a loss scale finds an infinity at every worker; None: no scale.
-        has_rows: the model has an Embedding.
+        has_rows: the model has an Embedding, with these options.
         trains_two: a second model takes a step after each of the first.
     """
 
@@ -94,6 +94,7 @@ class Drawn:
     synchronizes: frozenset[int]
     not_finite: frozenset[int] | None
     has_rows: bool
+    rows: dict[str, Any]
     trains_two: bool
     parts: tuple[Part, ...]
 
@@ -138,9 +139,28 @@ def drawn(seed: int) -> Drawn:
         synchronizes=some(0.3),
         not_finite=some(0.5) if draw.random() < 0.3 else None,
         has_rows=draw.random() < 0.25 and not isinstance(optimizer, ps.Outer),
+        rows=_rows(random.Random(f"rows of {seed}"), options["consistency"]),
         trains_two=draw.random() < 0.2,
         parts=_parts(draw, random.Random(f"faults of {seed}"), workers),
     )
+
+
+def _rows(draw: random.Random, consistency: str) -> dict[str, Any]:
+    """Options of the Embedding."""
+    found: dict[str, Any] = {
+        "optimizer": draw.choice(
+            (ps.Adagrad(lr=0.05), ps.RowwiseAdagrad(lr=0.05), ps.FTRL(lr=0.05), ps.Adam(lr=0.01))
+        ),
+        "init": draw.choice((ps.Normal(0.1), ps.Uniform(0.1), ps.Constant(0.01))),
+        "partitions": draw.choice((1, 4, 16)),
+        "storage": draw.choice(("full", "full", "int8", "float16", "bfloat16")),
+        "consistency": consistency.split(":damp")[0],
+    }
+    limits = {"evict_after": 8, "admit_after": 2, "max_rows": 40, "cache_rows": 32}
+    found |= {name: value for name, value in limits.items() if draw.random() < 0.3}
+    if "max_rows" in found:
+        found["eviction"] = draw.choice(("lru", "lfu"))
+    return found
 
 
 def _parts(draw: random.Random, harm: random.Random, workers: int) -> tuple[Part, ...]:

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.combinations import counting
+from tests.combinations.counted import OPTIMIZERS, counted
+from tests.combinations.counted import STEPS as COUNTED_STEPS
+from tests.combinations.counting import digits
 from tests.combinations.drawn import STEPS, Drawn, drawn
 from tests.combinations.faults import KINDS
 from tests.combinations.training import Refused, check
@@ -21,6 +25,49 @@ def test_a_drawn_training_goes_on_bit_for_bit(tmp_path: Path, seed: int) -> None
     except Refused:
         return  # the same features are refused everywhere
     assert not problem, f"{problem}\n{training}"
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("seed", range(300, 308))
+def test_a_counted_training_has_each_step_once(tmp_path: Path, seed: int) -> None:
+    training = counted(seed)
+    try:
+        problem = counting.check(training, tmp_path)
+    except Refused:
+        return
+    assert not problem, f"{problem}\n{training}"
+
+
+def test_a_value_says_which_steps_are_in_it_and_how_often() -> None:
+    first, third = 4.0**0, 4.0**2
+    assert digits(-(first + third))[:4] == [1, 0, 1, 0]
+    assert digits(-(first + 2 * third))[:4] == [1, 0, 2, 0]
+    assert digits(-(4.0**COUNTED_STEPS))[-1] == 1
+    for wrong in (first, -first / 2):
+        assert min(digits(wrong)) < 0
+
+
+def test_each_feature_of_counted_trainings_is_drawn_often() -> None:
+    trainings = [counted(seed) for seed in range(200)]
+    for share in (
+        *([t for t in trainings if t.optimizer == name] for name in OPTIMIZERS),
+        *([t for t in trainings if s in t.options["consistency"]] for s in ("bsp", "ssp", "asp")),
+        [t for t in trainings if t.options["push_codec"] != "none"],
+        [t for t in trainings if t.groups],
+        [t for t in trainings if t.changes],
+        [t for t in trainings if t.skips],
+        [t for t in trainings if t.has_rows],
+        [t for t in trainings if t.has_shards],
+        [t for t in trainings if t.trains_two],
+        [t for t in trainings if t.is_read],
+        [t for t in trainings if t.synchronizes],
+        [t for t in trainings if t.saves_after],
+        [t for t in trainings if t.late],
+        [t for t in trainings if t.deaths],
+        [t for t in trainings if t.late and t.deaths and t.faults],
+    ):
+        assert len(share) > 12
 
 
 def test_each_feature_is_drawn_often() -> None:

@@ -74,9 +74,7 @@ class _Worker:
         self.client, self.drawn = client, training
         rows = None
         if training.has_rows:
-            rows = ps.Embedding(
-                client, "ids", WIDTH, optimizer=ps.Adagrad(lr=0.05), init=ps.Normal(0.1)
-            )
+            rows = ps.Embedding(client, "ids", WIDTH, **training.rows)
         with _one_at_a_time:
             torch.manual_seed(5)
             self.model = _Net(rows)
