@@ -58,6 +58,8 @@ class Counted:
         optimizer: of `OPTIMIZERS`.
         groups: each worker's, to aggregate within; empty: none.
         frozen: the steps in which a layer is frozen at all workers.
+        unfrozen: the clock from which a layer trains that is frozen when the optimizer is made; 0:
+            from the first.
         changes: steps after which the consistency changes, and to which.
         skips: the (rank, step) whose loss scale finds an infinity.
         is_sparse: a layer is in no backward pass of every third step of a worker.
@@ -67,6 +69,7 @@ class Counted:
         synchronizes: the steps after which all take the common model.
         has_shards: the steps are those that a data set's shards give.
         late: the step of worker 0 before which another one joins; 0: none does.
+        has_sampler: the steps are those of a DistributedSampler's epochs.
         saves_after: the step after which all make a checkpoint, from which `later` workers go on
             with steps that count from 1, and with what `late`, `deaths` and `faults` say; 0: none.
     """
@@ -77,6 +80,7 @@ class Counted:
     options: dict[str, Any]
     groups: tuple[str, ...]
     frozen: range
+    unfrozen: int
     changes: tuple[tuple[int, str], ...]
     skips: frozenset[tuple[int, int]]
     is_sparse: bool
@@ -86,6 +90,7 @@ class Counted:
     edits: frozenset[int]
     synchronizes: frozenset[int]
     has_shards: bool
+    has_sampler: bool
     saves_after: int
     later: int
     late: int
@@ -94,6 +99,11 @@ class Counted:
     replicas: int
     has_logs: bool
     faults: tuple[Fault, ...]
+
+    @property
+    def counts_samples(self) -> bool:
+        """The samples are counted, and no steps."""
+        return self.has_shards or self.has_sampler
 
     def __str__(self) -> str:
         names = (
@@ -117,21 +127,23 @@ def counted(seed: int) -> Counted:
     setting, changes = ("asp" if has_shards else "bsp"), tuple[tuple[int, str], ...]()
     if not (has_shards or is_bsp):
         setting, changes = _setting(draw, optimizer)
+    later = workers if setting == BACKUP else later
     last, most = STEPS - saves_after, min(workers, later) if saves_after else workers
     late, deaths = _comings(draw, last, most)
     if is_bsp or draw.random() < 0.4:
         late, deaths = 0, ()
     is_fixed = not (late or deaths)
+    has_sampler = is_fixed and not has_shards and draw.random() < 0.3
     skips = {(draw.randrange(workers), draw.randrange(1, STEPS + 1)) for _ in range(3)}
-    frozen_from = draw.randrange(1, STEPS - 2)
-    frozen = range(frozen_from, frozen_from + draw.randrange(1, 5))
+    unfrozen = draw.randrange(2, STEPS) if draw.random() < 0.3 else 0
+    may_have_rows = optimizer in ("sgd", "add") and not (has_groups or setting == BACKUP)
     replicas, has_logs = draw.choice((1, 2)), draw.random() < 0.2
     servers = draw.randrange(replicas, 5)
     spare = servers - 1 if replicas == 2 else 0
     codec, is_plain = draw.choice(_CODECS), optimizer == "sgd" and not has_groups
     is_eager = draw.random() < 0.2 and is_plain
     is_applied_on_arrival = is_eager and (setting not in ("bsp", BACKUP) or changes)
-    if has_shards or codec != "none" or is_applied_on_arrival:
+    if has_shards or has_sampler or codec != "none" or is_applied_on_arrival:
         skips.clear()
 
     def some(may_be: bool) -> frozenset[int]:
@@ -143,17 +155,15 @@ def counted(seed: int) -> Counted:
         workers,
         optimizer,
         options={
-            "block_elements": 64,
             "consistency": setting,
-            "reduction": "sum",
-            "kernels": draw.choice(("fast", "exact")),
             "mode": "eager" if is_eager else "sealed",
-            "accumulate": draw.choice((1, 1, 2)),
             "overlap_pull": draw.random() < 0.25 and is_plain,
             "push_codec": codec,
+            **_options(draw),
         },
         groups=_groups(draw) if has_groups else (),
-        frozen=frozen if is_fixed and draw.random() < 0.3 else range(0),
+        frozen=_frozen(draw) if is_fixed else range(0),
+        unfrozen=0 if optimizer in INNER_STEPS else unfrozen,
         changes=changes,
         skips=frozenset(skips if draw.random() < 0.3 else ()),
         is_sparse=draw.random() < 0.3,
@@ -161,10 +171,9 @@ def counted(seed: int) -> Counted:
         is_read=draw.random() < 0.25 and optimizer != "aggregate",
         edits=some(is_fixed and setting == "bsp" and not (changes or saves_after)),
         synchronizes=some(is_fixed and not has_shards),
-        has_rows=draw.random() < 0.3
-        and optimizer in ("sgd", "add")
-        and not (has_groups or setting == BACKUP),
+        has_rows=draw.random() < 0.3 and may_have_rows,
         has_shards=has_shards,
+        has_sampler=has_sampler,
         saves_after=saves_after,
         later=later,
         late=late,
@@ -174,6 +183,20 @@ def counted(seed: int) -> Counted:
         has_logs=has_logs,
         faults=drawn_faults(draw, [], range(1, last), most, has_logs, spare),
     )
+
+
+def _frozen(draw: random.Random) -> range:
+    begin = draw.randrange(1, STEPS - 2)
+    return range(begin, begin + draw.randrange(1, 5)) if draw.random() < 0.3 else range(0)
+
+
+def _options(draw: random.Random) -> dict[str, Any]:
+    return {
+        "block_elements": 64,
+        "reduction": "sum",
+        "kernels": draw.choice(("fast", "exact")),
+        "accumulate": draw.choice((1, 1, 2)),
+    }
 
 
 def _setting(draw: random.Random, optimizer: str) -> tuple[str, tuple[tuple[int, str], ...]]:

@@ -101,6 +101,7 @@ class _Worker:
         if order.number != 0:  # the values are rank 0's
             for parameter in self.model.parameters():
                 nn.init.constant_(parameter, 0.5 + order.number)
+        self.model.large.requires_grad_(not training.unfrozen)
         if training.has_rows:
             self.model.rows = make_rows(client, training)
         options = dict(training.options)
@@ -132,7 +133,8 @@ class _Worker:
             self._tell("before", step)
             self._step(step, samples)
             self.step_number = step
-            self.pipe.send(("step", step, self.optimizer.clock, self._values()))
+            trains = self.model.large.requires_grad
+            self.pipe.send(("step", step, self.optimizer.clock, self._values(), trains))
             for after, setting in self.training.changes:
                 if after == step and self.order.is_first:
                     for optimizer in self.optimizers:
@@ -174,12 +176,20 @@ class _Worker:
         return found
 
     def _batches(self) -> Iterator[Iterable[int]]:
+        loader: Any
+        samples: Any = range(SAMPLES)
         if self.training.has_shards:
             shards = self.client.data_shards(SAMPLES, shard_size=SHARD)
-            samples: Any = range(SAMPLES)
-            loader: Any = torch.utils.data.DataLoader(samples, BATCH, sampler=shards)
+            loader = torch.utils.data.DataLoader(samples, BATCH, sampler=shards)
             for _ in range(shards.pass_number, PASSES):
                 for batch in shards.over(loader):
+                    yield batch.tolist()
+            return
+        if self.training.has_sampler:
+            sampler = ps.DistributedSampler(self.client, SAMPLES, seed=3)
+            loader = torch.utils.data.DataLoader(samples, BATCH, sampler=sampler)
+            for _ in range(sampler.epoch, PASSES):
+                for batch in sampler.follow(loader):
                     yield batch.tolist()
             return
         last = STEPS // INNER_STEPS.get(self.training.optimizer, 1)
@@ -188,12 +198,13 @@ class _Worker:
 
     def _step(self, step: int, samples: Iterable[int]) -> None:
         model, rank, accumulate = self.model, self.client.rank, self.training.options["accumulate"]
-        model.large.requires_grad_(step not in self.training.frozen)
+        is_unfrozen = self.optimizer.clock + 1 >= self.training.unfrozen
+        model.large.requires_grad_(is_unfrozen and step not in self.training.frozen)
         if step in self.training.edits:
             model.start.data.add_(1000.0)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        digit = 0.0 if self.training.has_shards else 4.0 ** (step - 1)
+        digit = 0.0 if self.training.counts_samples else 4.0 ** (step - 1)
         for _ in range(accumulate):
             coefficients = self.column * (digit / accumulate)
             loss = (model.small * coefficients).sum()

@@ -58,6 +58,7 @@ class _Told:
         end: its model when it has ended.
         residuals: what its codec has left.
         death: the moment at which it was killed; None: it was not.
+        frozen: the steps in which a layer was.
     """
 
     number: int
@@ -67,6 +68,13 @@ class _Told:
     end: Values | None = None
     residuals: Values = field(default_factory=dict)
     death: Death | None = None
+    frozen: set[int] = field(default_factory=set)
+
+    def ended(self, step: int, clock: int, values: Values, trains_large: bool) -> None:
+        self.steps = step
+        self.after[step] = clock, values
+        if not trains_large:
+            self.frozen.add(step)
 
 
 class _Run:
@@ -154,8 +162,7 @@ class _Run:
             if word == "connected":
                 connected.set()
             elif word == "step":
-                told.steps = more[0]
-                told.after[more[0]] = more[1], more[2]
+                told.ended(*more)
             elif word == "end":
                 told.end, told.residuals = more
             elif word == "moment":
@@ -197,8 +204,7 @@ def _hear_the_rest(told: _Told, pipe: Any) -> None:
         while pipe.poll():
             word, *more = pipe.recv()
             if word == "step":
-                told.steps = more[0]
-                told.after[more[0]] = more[1], more[2]
+                told.ended(*more)
 
 
 def check(training: Counted, folder: Path) -> str:
@@ -320,6 +326,7 @@ class _Reads:
             and training.options["push_codec"] == "none"
             and training.optimizer not in INNER_STEPS
             and not (training.changes or training.late or training.deaths or training.frozen)
+            and not training.unfrozen
             and not (training.skips or training.saves_after)
         )
 
@@ -334,14 +341,14 @@ class _Reads:
 
 def _changes(training: Counted, name: str, told: _Told, step: int) -> bool:
     """True if a worker's step changes a tensor or row."""
-    if training.has_shards or any(
+    if training.counts_samples or any(
         (rank, step) in training.skips for rank in _skipping_with(training, told.place)
     ):
         return False
     if name.startswith("row "):
         return int(name.removeprefix("row ")) in rows_of(step)
     if name == "large":
-        return step not in training.frozen
+        return step not in told.frozen
     if name == SECOND:
         return True
     return not (name == "sparse" and is_absent(training, told.number, step))
@@ -410,6 +417,8 @@ def _wrong_in_the_end(run: _Run, saved: list[_Told], finals: dict[str, Values]) 
             problems += _wrong(training, values, told, _bounds(training, told), where)
         if training.has_shards:
             problems += _wrong_shards(run, values["seen"])
+        if training.has_sampler:
+            problems += _wrong_epochs(training, values["seen"])
     return problems
 
 
@@ -449,6 +458,15 @@ def _wrong_shards(run: _Run, seen: Any) -> list[str]:
     if counts.min() < PASSES or counts.max() > most + dead or again > 2 * SHARD * dead:
         return [f"samples were trained on {counts.tolist()} times; expected {PASSES} each"]
     assert len(counts) == SAMPLES
+    return []
+
+
+def _wrong_epochs(training: Counted, seen: Any) -> list[str]:
+    """What is wrong with the samples of all epochs: some make the workers' numbers equal."""
+    counts = -seen
+    most = PASSES * (max(training.workers, training.later) - 1)
+    if counts.min() < PASSES or counts.sum() > PASSES * SAMPLES + most:
+        return [f"samples were seen {counts.tolist()} times; expected {PASSES} each"]
     return []
 
 

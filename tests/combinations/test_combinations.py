@@ -59,6 +59,8 @@ def test_each_feature_of_counted_trainings_is_drawn_often() -> None:
         [t for t in trainings if t.skips],
         [t for t in trainings if t.has_rows],
         [t for t in trainings if t.has_shards],
+        [t for t in trainings if t.has_sampler],
+        [t for t in trainings if t.unfrozen],
         [t for t in trainings if t.trains_two],
         [t for t in trainings if t.is_read],
         [t for t in trainings if t.synchronizes],
