@@ -168,7 +168,8 @@ class _Worker:
             for table in optimizer.trained_model.tables:
                 residuals = table.handle.steps.residuals
                 if residuals is not None:
-                    left = np.asarray(residuals.state_dict()["residuals"], np.float32)
+                    state = residuals.state_dict()  # of a group's leader: of the group's mean
+                    left = np.asarray(state["residuals"], np.float32) * np.float32(state["scale"])
                     for entry in table.layout.placed:
                         part = left[entry.offset : entry.offset + entry.tensor.numel()]
                         name = entry.name if optimizer is self.optimizer else f"second.{entry.name}"
