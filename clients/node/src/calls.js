@@ -15,6 +15,8 @@ const LONGEST_TIMER_MS = 2 ** 31 - 1;
 export const LONGEST_WAIT_MS = 3600000;
 
 export const CHANNEL_OPTIONS = {
+  // Who comes back at another IP address, under its name, is found within a second or two.
+  'grpc.dns_min_time_between_resolutions_ms': 1000,
   'grpc.enable_http_proxy': 0,
   'grpc.keepalive_time_ms': 10000,
   'grpc.keepalive_timeout_ms': 5000,
