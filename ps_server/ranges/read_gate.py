@@ -19,6 +19,10 @@ from ps_server.ranges.range_state import RangeState
 
 _EXPLAINED_COUNT = 256
 
+ASSIGN_WITHIN_S = 5.0
+"""A worker that replaces rank 0, and reads values that it has to give itself, waits so long: they
+may be on their way on another stream."""
+
 
 class WaitCause(Enum):
     """The reason for which a pull is parked."""
@@ -37,6 +41,7 @@ class ReadGate:
         self._state = state
         self._waiters: dict[int, PullEvent] = {}
         self._disputes: dict[int, PushpullError] = {}  # by clock, until it forms
+        self._ungiven_s: float | None = None  # since when rank 0 waits for its own values
 
     def pull(self, event: PullEvent, now_s: float) -> list[Effect]:
         worker = self._state.worker(event.incarnation)
@@ -139,8 +144,32 @@ class ReadGate:
         return InvalidConfig(
             f"table '{state.name}' (range {state.range_id}) has no initial values and gets none: "
             f"{state.ended[0].ended_words}, before it had assigned them. Create the table under "
-            "another name"
+            "another name, or start the run anew"
         )
+
+    def _refuse_giver(self, now_s: float, out: list[Effect]) -> None:
+        """Refuse reads of a worker that replaced rank 0 and waits for values that none but it can
+        give, and of which it has sent nothing.
+        """
+        state = self._state
+        giver = state.by_rank.get(0) if state.awaits_rank_zero else None
+        own: list[PullEvent] = []
+        if giver is not None and not giver.is_first and 0 not in giver.steps:
+            own = [e for e in self._waiters.values() if e.incarnation == giver.incarnation]
+        if not own:
+            self._ungiven_s = None
+            return
+        if self._ungiven_s is None:
+            self._ungiven_s = now_s
+        if now_s < self._ungiven_s + ASSIGN_WITHIN_S:
+            return
+        error = InvalidConfig(
+            f"table '{state.name}' (range {state.range_id}) has no initial values: the worker of "
+            "rank 0 before this one ended before it had assigned them. Assign them, create the "
+            "table under another name, or start the run anew"
+        )
+        for event in own:
+            self._refuse_parked(event, error, out)
 
     def waits_for(self, waiter: int) -> bool:
         return waiter in self._waiters
@@ -163,6 +192,7 @@ class ReadGate:
                 self._refuse_parked(event, WaitExpired(self.explain(event, now_s)), out)
             elif event.cut_id is not None:
                 self._refuse_parked(event, self._mixed(event), out)
+        self._refuse_giver(now_s, out)
         return out
 
     def release(self, out: list[Effect]) -> None:

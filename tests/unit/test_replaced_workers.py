@@ -8,12 +8,23 @@ from dataclasses import replace
 from ps_core.change import Join
 from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.consistency import Consistency, Mode
-from ps_core.errors import Fenced, InvalidTensor
+from ps_core.errors import Fenced, InvalidConfig, InvalidTensor
 from ps_core.keys import Incarnation, NodeId
 from ps_core.ledger import Outcome
 from ps_core.sliced_work import at_once
-from ps_server.ranges.events import Apply, Effect, PushEvent, Record, SealEvent, SealTerms, Sender
+from ps_server.ranges.events import (
+    Apply,
+    Effect,
+    PullEvent,
+    PushEvent,
+    Record,
+    RefusePull,
+    SealEvent,
+    SealTerms,
+    Sender,
+)
 from ps_server.ranges.range_copy import ShardCopy, copying, delta_of, fresh_copy, restore
+from ps_server.ranges.read_gate import ASSIGN_WITHIN_S
 from ps_server.ranges.schedule import copies_cut
 from tests.unit.machine_harness import PLACE, Bench, make_table, outcomes, problem
 
@@ -238,3 +249,33 @@ def carry(at: Bench) -> Mapping[tuple[int, int], Outcome]:
     seal = SealEvent(PLACE, at.sender(0), 2, SealTerms(1), skip_if_invalid=True)
     effects = at.machine.entry(push, at.now_s) + at.machine.entry(seal, at.now_s)
     return outcomes(effects)
+
+
+def reads_before_it_assigns() -> Bench:
+    """The first worker died before it gave the initial values; the one in its place reads them."""
+    at = Bench(make_table(from_rank_zero=True), workers=2)
+    at.gone(ended(FIRST))
+    join(at, SECOND, 0)
+    read = PullEvent(PLACE, 7, SECOND, 0, consistent=False, deadline_s=at.now_s + 300)
+    assert at.machine.pull(read, at.now_s) == []
+    at.pull(1, 0, waiter=8)
+    assert at.machine.tick(at.now_s) == [], "they may be on their way"
+    at.now_s += ASSIGN_WITHIN_S
+    return at
+
+
+def test_who_replaced_rank_zero_is_told_that_it_has_no_initial_values_to_read() -> None:
+    at = reads_before_it_assigns()
+    (refused,) = at.machine.tick(at.now_s)
+    assert isinstance(refused, RefusePull)
+    assert refused.waiter == 7, "the other one waits for it"
+    assert isinstance(refused.error, InvalidConfig)
+    assert "the worker of rank 0 before this one ended" in str(refused.error)
+    assert "start the run anew" in str(refused.error)
+
+
+def test_who_replaced_rank_zero_may_read_while_it_gives_the_initial_values() -> None:
+    at = reads_before_it_assigns()
+    giver = Sender(SECOND, 0, 0)
+    at.machine.entry(PushEvent(PLACE, giver, 1, 0, 0, 256, (0, 1), is_assign=True), at.now_s)
+    assert at.machine.tick(at.now_s) == []
