@@ -195,7 +195,8 @@ class CollectiveCalls:
             raise InvalidConfig(
                 f"{words}: worker {me.rank} joins others that train, and takes part in their "
                 "calls from its first step on. Leave out what is called before: "
-                "if not client.is_late_joiner"
+                "if not client.is_late_joiner; and what is called after the loop, if no step was "
+                "left for it: if its clock is that at which it began"
             )
         deadline_s = self._connection.deadline_s(timeout_s)
         if call is None:
