@@ -29,6 +29,11 @@ STORE_BYTES = 100_000_000
 PLACED_WITHIN_S = 120.0
 PROGRAM_WITHIN_S = 240.0
 PAGE = Path(__file__).parents[2] / "docs/guides/SEVERAL_MACHINES.md"
+DIES_ONCE = """\
+if client.rank == 1 and not client.is_late_joiner:
+    import os
+    os._exit(3)
+"""
 QUICK = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500,
          "health_check_failure_threshold": 3}  # fmt: skip
 
@@ -52,9 +57,14 @@ class Trainer:
         return train(*arguments)
 
 
-def run_program(address: str) -> str:
-    """What the page's program prints, run on this Ray."""
+def run_program(address: str, dies: str = "") -> str:
+    """What the page's program prints, run on this Ray; `dies` comes after each of its steps."""
     (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (step,) = re.findall(r".*client\.push_pull\(.*\n", program)
+    indent = step[: len(step) - len(step.lstrip())]
+    program = program.replace(
+        step, step + "".join(f"{indent}{line}\n" for line in dies.splitlines())
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | {"RAY_ADDRESS": address},
         capture_output=True, text=True, timeout=PROGRAM_WITHIN_S, check=False,
@@ -88,6 +98,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(local.shutdown)
         found["program"] = run_program(local.address)
+        found["run again"] = run_program(local.address, DIES_ONCE)
         ray.init(address=local.address)
         stack.callback(ray.shutdown)
         folder = stack.enter_context(TemporaryDirectory())

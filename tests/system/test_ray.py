@@ -39,6 +39,11 @@ def test_the_program_of_the_page_trains(found: Any) -> None:
     assert " info " not in found["program"], "roles say what is wrong, not what they do"
 
 
+def test_a_task_of_the_page_that_ray_runs_again_trains_with_the_others(found: Any) -> None:
+    printed = re.search(r"^\[(-1\.0\d*), (-1\.0\d*)\]$", found["run again"], re.MULTILINE)
+    assert printed, found["run again"]
+
+
 def test_servers_are_spread_over_nodes(found: Any) -> None:
     roles = found["placed"]
     assert [role["name"] for role in roles] == ["scheduler", "server 0", "server 1"]
