@@ -28,7 +28,14 @@ from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_runtime.observe import logs
 from ps_worker.client.client import Client
 from ps_worker.client.handed_batches import CountedBatches, HandedBatches, batch_size_of
-from ps_worker.training.epoch_plan import Epoch, Stage, share_count, share_of, stage_of
+from ps_worker.training.epoch_plan import (
+    Epoch,
+    Position,
+    epoch_of,
+    share_count,
+    share_of,
+    stage_of,
+)
 
 BatchT = TypeVar("BatchT")
 
@@ -232,20 +239,18 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
     def _load(self, states: list[Mapping[str, Any]], *, alike: bool) -> None:
         for state in states:
             self._check(state)
-        number = min(state["epoch"] for state in states)
-        # A worker that joined within the epoch may not know its stages: take the majority's.
-        here = [_stage_in(state) for state in states if state["epoch"] == number]
-        stages, places = max(here, key=here.count)
+        running = epoch_of([_position_in(state) for state in states])
+        number, places, stages = running.number, running.places, running.stages
         plan = replace(self._plan, number=number, stages=stages)
         taken: list[int | None] = [None] * places
         for state in states:
+            if state["place"] is None or state["place"] >= places:
+                continue
             if state["epoch"] > number:  # it had seen all of this one
                 if state["taken"]:
                     logs.warning("samples_come_again", epoch=state["epoch"], count=state["taken"])
-                state = {**state, "taken": plan.length}
-            elif _stage_in(state) != (stages, places):
-                continue
-            if state["place"] is not None and state["place"] < places:
+                taken[state["place"]] = plan.length
+            elif _position_in(state).stages == stages and state["places"] == places:
                 taken[state["place"]] = state["taken"]
         if alike:
             taken = [states[0]["taken"]] * places
@@ -271,6 +276,6 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
                 )
 
 
-def _stage_in(state: Mapping[str, Any]) -> tuple[tuple[Stage, ...], int]:
-    """The ended stages, and the places of the running one."""
-    return tuple(map(tuple, state["stages"])), state["places"]
+def _position_in(state: Mapping[str, Any]) -> Position:
+    stages = tuple(map(tuple, state["stages"]))
+    return Position(state["epoch"], state["place"], state["places"], stages)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -87,3 +88,28 @@ def stage_of(taken: Sequence[int | None]) -> Stage:
     known = [count for count in taken if count is not None]
     least = min(known, default=0)
     return tuple(least if count is None else count for count in taken)
+
+
+class Position(NamedTuple):
+    """A worker's part of an epoch in a checkpoint.
+
+    Attributes:
+        number: of the epoch.
+        place: None for a worker beyond the first, which shares another's.
+        places: of the running stage.
+        stages: the ended ones, as far as it knows: none, if it joined within the epoch.
+    """
+
+    number: int
+    place: int | None
+    places: int
+    stages: tuple[Stage, ...]
+
+
+def epoch_of(positions: Sequence[Position]) -> Position:
+    """One that knows the epoch with which a run goes on, and its stages. Workers without a place
+    count only where there are no others: all that they see is another's share.
+    """
+    placed = [position for position in positions if position.place is not None] or positions
+    number = min(position.number for position in placed)
+    return max((p for p in placed if p.number == number), key=lambda p: len(p.stages))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from ps_worker.training.epoch_plan import Epoch, share_count, share_of, stage_of
+from ps_worker.training.epoch_plan import Epoch, Position, epoch_of, share_count, share_of, stage_of
 from tests.examples import examples
 
 DATA: Any = range(60)
@@ -85,3 +85,18 @@ def test_what_was_seen_does_not_come_again_and_nothing_else_is_left_out(
 def test_a_place_that_is_not_known_counts_as_the_least_of_the_others() -> None:
     assert stage_of([5, None, 3]) == (5, 3, 3)
     assert stage_of([None]) == (0,)
+
+
+def test_the_epoch_of_a_checkpoint_is_that_of_the_workers_with_a_share() -> None:
+    """Those beyond the first see what others see, and may be epochs behind."""
+    behind = Position(number=0, place=None, places=2, stages=())
+    own = [Position(7, 0, 2, ()), Position(8, 1, 2, ())]
+    assert epoch_of([behind, *own]) == own[0]
+    assert epoch_of([behind]) == behind, "nobody knows more"
+
+
+def test_its_stages_are_those_of_who_was_there_when_it_began() -> None:
+    """However many have joined since: they do not know them."""
+    joined = [Position(7, place, 3, ()) for place in (0, 1)]
+    knows = Position(7, 2, 3, ((5, 5),))
+    assert epoch_of([*joined, knows]) == knows
