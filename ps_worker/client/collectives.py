@@ -144,7 +144,10 @@ class CollectiveCalls:
             for share in ended.shares:
                 if share.rank == src:
                     return unpacked(share.payload)
-            raise InvalidConfig(f"{words}: no worker of that rank is here; it has left or is gone")
+            raise InvalidConfig(
+                f"{words}: no worker of that rank takes part: it has left, is gone, or has joined "
+                "and not taken a step yet"
+            )
 
     # --- calls whose end the caller notes before it closes them
 

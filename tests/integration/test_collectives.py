@@ -168,7 +168,7 @@ def test_what_is_too_much_is_refused_before_it_is_sent_or_for_all(
 
 def test_a_rank_that_is_not_here_has_nothing_to_hand_on(clients: list[ps.Client]) -> None:
     for error in at_each(clients, lambda client: error_of(lambda: client.broadcast(1, src=7))):
-        assert "no worker of that rank is here" in str(error)
+        assert "no worker of that rank takes part" in str(error)
 
 
 # --- calls that are interrupted
@@ -260,6 +260,8 @@ def test_the_others_go_on_without_who_is_gone_and_its_successor_takes_part_when_
     assert "worker 1 joins others that train" in str(refused)
     assert "if not client.is_late_joiner" in str(refused)
     assert first.all_reduce(10) == 10, "nobody waits for it before it steps"
+    words = str(error_of(lambda: first.broadcast(src=1)))
+    assert "or has joined and not taken a step yet" in words, "it is here"
     at_each([first, successor], partial(step_to, clock=5))
     found = at_each([first, successor], lambda client: client.all_reduce(10 + client.rank))
     assert found == [21, 21]
