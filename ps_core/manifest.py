@@ -599,7 +599,7 @@ def _part_of(fields: _Fields) -> SavedPart:
     blocks, elsewhere = fields.count("referred_block_count"), fields.count("referred_byte_count")
     if blocks > sum(tables.values()):
         fields.refuse("referred_block_count", blocks, f"at most its blocks, {sum(tables.values())}")
-    if bool(blocks) != bool(elsewhere):
+    if elsewhere and not blocks:  # partitions without rows have no bytes
         fields.refuse("referred_byte_count", elsewhere, f"those of {blocks} blocks")
     return SavedPart(file, byte_count, header_sha256, tables, blocks, elsewhere)
 

@@ -92,6 +92,24 @@ def test_a_run_goes_on_from_a_row_of_three(tmp_path: Path, monkeypatch: pytest.M
     _commands(kept, names)
 
 
+def test_a_table_that_has_no_rows_yet_is_referred_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PUSHPULL_CHECKPOINT_FULL_EVERY", "3")
+    with (
+        ps.local_cluster(1, 1, checkpoint_url=str(tmp_path)) as cluster,
+        ps.connect(cluster.address) as client,
+    ):
+        ps.Embedding(client, "rows", 4, optimizer=ps.Adagrad(lr=0.1), partitions=3)
+        trained = client.create_table("trained", COUNT, optimizer=ps.SGD(lr=0.1))
+        for _ in range(2):
+            client.push_pull(trained, ONES)
+            name = Path(client.checkpoint().wait().url).name
+    manifest = CheckpointStore(str(tmp_path)).named(name).read_manifest()
+    assert (manifest.referred_block_count, manifest.referred_byte_count) == (3, 0)
+    assert problems_of(CheckpointStore(str(tmp_path)).named(name)) == []
+
+
 def _said(command: Callable[..., int], *arguments: Any, **options: Any) -> str:
     stream = io.StringIO()
     assert command(*arguments, Output(stream), **options) == 0
