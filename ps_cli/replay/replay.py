@@ -96,7 +96,10 @@ def _check(options: ReplayOptions) -> None:
         raise InvalidConfig("--at and --clock say which version --export writes")
     if options.at is not None and options.clock is not None:
         raise InvalidConfig("--at and --clock: give one of them")
-    for path in filter(None, (options.json_path, options.plot, options.export)):
+    document, plot = options.json_path, options.plot
+    if document is not None and plot is not None and document.resolve() == plot.resolve():
+        raise InvalidConfig(f"--json and --plot are both {document}; expected two files")
+    for path in filter(None, (document, plot, options.export)):
         check_writable(path)
 
 
@@ -167,7 +170,7 @@ def _rows(
     task = bars.add_task("replaying", total=replayer.change_count)
     for version in shown:
         go_to(replayer, version.position, partial(bars.advance, task))
-        found = None if loss is None else float(loss(replayer.tensors()))
+        found = None if loss is None else loss(replayer.tensors())
         norms = replayer.gradient_norm(version), replayer.parameter_norm()
         yield VersionRow(version, *norms, replayer.row_count, found)
     bars.remove_task(task)
@@ -285,7 +288,17 @@ def _evaluator(given: str) -> Loss:
         raise InvalidConfig(f"--evaluate is '{given}': {error}") from error
     if not callable(found):
         raise InvalidConfig(f"--evaluate is '{given}', which cannot be called")
-    loss: Loss = found
+
+    def loss(tensors: dict[str, torch.Tensor]) -> float:
+        value = found(tensors)
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError):  # the last: a tensor of several elements
+            what = type(value).__name__
+            raise InvalidConfig(
+                f"--evaluate '{given}' returned a {what}; expected a number"
+            ) from None
+
     return loss
 
 

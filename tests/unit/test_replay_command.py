@@ -93,6 +93,10 @@ def test_under_asp_a_line_has_its_clock_and_what_it_missed(tmp_path: Path) -> No
         ({"at": 3}, "--at and --clock say which version --export writes"),
         ({"export": Path("m"), "at": 3, "clock": 3}, "--at and --clock: give one of them"),
         ({"export": Path("m"), "at": 300}, "there is no version 300; the log has versions 0 to 1"),
+        (
+            {"json_path": Path("m"), "plot": Path("x/../m")},
+            "--json and --plot are both m; expected",
+        ),
         ({"first": 70, "to": 60}, "no version is from 70 to 60"),
         ({"evaluate": "nothing"}, "expected MODULE:FUNCTION"),
         ({"evaluate": "ps_core:nothing"}, "'ps_core:nothing': module 'ps_core' has no attribute"),
@@ -102,6 +106,16 @@ def test_under_asp_a_line_has_its_clock_and_what_it_missed(tmp_path: Path) -> No
 def test_what_cannot_be_is_refused(bsp_log: Path, options: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidConfig, match=re.escape(problem)):
         said(bsp_log, **options)
+
+
+def test_a_loss_that_is_no_number_is_refused(bsp_log: Path, tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(
+        "def nothing(tensors):\n    tensors\n\n\n"
+        "def several(tensors):\n    return tensors.popitem()[1]\n"
+    )
+    for name, came in (("nothing", "NoneType"), ("several", "Tensor")):
+        with pytest.raises(InvalidConfig, match=f"judge.py:{name}' returned a {came}; expected a "):
+            said(bsp_log, evaluate=f"{tmp_path}/judge.py:{name}", last=1)
 
 
 def test_a_table_that_is_not_there_is_named_with_those_that_are(bsp_log: Path) -> None:
