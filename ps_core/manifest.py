@@ -331,7 +331,8 @@ class Imported:
             if found.rows not in self.tensors or found.ids not in (None, *self.tensors):
                 continue
             source, tensor = self.tensors[found.rows]
-            if tensor.shape[1:] != (spec.element_count,) or source.dtype is not spec.dtype:
+            is_other = source.dtype is not spec.dtype and bool(tensor.element_count)
+            if tensor.shape[1:] != (spec.element_count,) or is_other:
                 raise InvalidCheckpoint(
                     f"tensor '{found.rows}', with the rows of {what}, is {tensor.shape} of "
                     f"{source.dtype.value} in {self.url}; expected (rows, {spec.element_count}) of "

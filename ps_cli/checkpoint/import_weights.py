@@ -211,13 +211,10 @@ def _count(source: _Source) -> int:
 def _write(
     store: CheckpointStore, sources: Sequence[_Source], prefix: str, reason: str
 ) -> Manifest:
-    by_dtype: dict[DType, list[_Source]] = {}
-    for source in sources:
-        by_dtype.setdefault(source.dtype, []).append(source)
+    by_dtype = _by_table(sources)
     specs = {
         dtype: _spec_of(imported_name(prefix, dtype), dtype, found)
         for dtype, found in by_dtype.items()
-        if any(map(_count, found))
     }
     directory = store.directory(NUMBER, CLUSTER_ID)
     saved = tuple(map(_saved, specs.values()))
@@ -244,6 +241,16 @@ def _write(
             directory.remove()
         raise
     return manifest
+
+
+def _by_table(sources: Sequence[_Source]) -> dict[DType, list[_Source]]:
+    """The tensors of each table, by its type. A table has an element: tensors of a type of which
+    none has one (a table of rows that had no rows) lie in the first.
+    """
+    found: dict[DType, list[_Source]] = {each.dtype: [] for each in sources if _count(each)}
+    for source in sources:
+        found.get(source.dtype, next(iter(found.values()))).append(source)
+    return found
 
 
 def _spec_of(name: str, dtype: DType, sources: Sequence[_Source]) -> TableSpec:

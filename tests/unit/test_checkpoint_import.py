@@ -326,3 +326,27 @@ def test_what_was_imported_is_exported_with_its_ids(tmp_path: Path) -> None:
     }
     for name, each in found.items():
         assert torch.equal(exported[name], each), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_table_of_rows_that_had_none_is_imported_with_none(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    found = {
+        "users/ids": torch.zeros(0, dtype=torch.int64),
+        "users/rows": torch.zeros((0, 3), dtype=dtype),
+        "layer": torch.randn(7),
+    }
+    url, out = imported(tmp_path, found, "rows.safetensors"), tmp_path / "out.safetensors"
+    own = DType.FLOAT64 if dtype is torch.float64 else DType.FLOAT32
+    with resolve(url).reader as reader:
+        blocks = RestoredTables(reader).blocks_of(row_table("users", dtype=own))
+        memory = bytearray(blocks.byte_count(0, "values"))
+        blocks.read_into(0, "values", memoryview(memory))
+        assert not memory
+    assert export(url, out, "", None, Output()) == 0
+    exported = safetensors.torch.load_file(out)
+    assert exported["users/ids"].dtype is torch.int64
+    assert {name: each.shape for name, each in exported.items()} == {
+        name: each.shape for name, each in found.items()
+    }
