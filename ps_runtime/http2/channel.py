@@ -68,10 +68,13 @@ class StreamChannel:
         """Connect; raises OSError, TimeoutError among them, if no server answers."""
         loop = asyncio.get_running_loop()
         memory = MessageMemory()
-        async with asyncio.timeout(deadline_s):
-            _, transport = await loop.create_connection(
-                lambda: Http2Transport(Bounds(MAX_MESSAGE_BYTES), memory=memory), host, port
-            )
+        transport = Http2Transport(Bounds(MAX_MESSAGE_BYTES), memory=memory)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await loop.create_connection(lambda: transport, host, port)
+        except BaseException:  # uvloop closes what was connected, and does not call connection_lost
+            transport.connection_lost(None)
+            raise
         return cls(join_address(host, port), transport, memory)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import socket
 from collections.abc import AsyncIterator
@@ -352,6 +353,34 @@ def test_a_connection_that_is_closed_before_it_is_made_ends(run: Run) -> None:
             loop = asyncio.get_running_loop()
             await loop.create_connection(unwanted, "127.0.0.1", server.port)
             await lost.wait()
+
+    run(main())
+
+
+def test_nothing_is_left_of_a_connection_whose_caller_went_away_while_it_was_made(
+    run: Run,
+) -> None:
+    """Its timer would write to a closed socket, and log a traceback."""
+    turns, kept = 40, list[StreamChannel]()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with socket.create_server(("127.0.0.1", 0), backlog=turns) as server:
+            port = int(server.getsockname()[1])
+            for count in range(turns):  # of the loop, after which the caller goes away
+                connecting = loop.create_task(StreamChannel.connect("127.0.0.1", port, 10.0))
+                for _ in range(count):
+                    turn = asyncio.Event()
+                    loop.call_soon(turn.set)
+                    await turn.wait()
+                connecting.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    kept.append(await connecting)
+            found = [each for each in gc.get_objects() if isinstance(each, Http2Transport)]
+            own = {id(channel._transport) for channel in kept}
+            assert not [each for each in found if each.is_open and id(each) not in own]
+            for channel in kept:
+                channel.close()
 
     run(main())
 
