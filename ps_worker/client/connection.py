@@ -139,6 +139,7 @@ class ClientConnection:
     def result(self, future: Future[ResultT], timeout_s: float) -> ResultT:
         """The future's result; a wait that expires or is interrupted cancels its work."""
         began_s = now_s()
+        self.loop.hand_over()
         try:
             return result_of(future, timeout_s)
         except TimeoutError as late:

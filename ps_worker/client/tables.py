@@ -494,8 +494,8 @@ class ClientTables:
         if refused is not None:
             raise type(refused)(f"{refused.message}; {_NO_STEP_ANY_MORE}")
         while table.steps.owed_count:
-            table.steps.owed_count -= 1
             self._next_step(table).seal(skip=True)
+            table.steps.owed_count -= 1
         return self._next_step(table)
 
     def _next_step(self, table: TableHandle) -> TableStep:
@@ -503,6 +503,7 @@ class ClientTables:
         # The ticket of a failed step raises its error; here it only has to have ended.
         limit_s = self._connection.config.request_deadline_s
         if oldest is not None:
+            self._connection.loop.hand_over()
             wait_until_ended([oldest.future], limit_s)
             if not oldest.future.done():
                 raise WaitExpired(self._connection.why_open(oldest, limit_s))

@@ -88,6 +88,12 @@ class BackgroundLoop:
         """
         return Together(self._collected, self._loop)
 
+    def hand_over(self) -> None:
+        """Run this thread's calls that `together` has collected so far, before it waits."""
+        if self._collected.calls:
+            calls, self._collected.calls[:] = self._collected.calls.copy(), ()
+            self._loop.call_soon_threadsafe(_call_all, calls)
+
     def _begin(self, work: Coroutine[Any, Any, ResultT], future: Future[ResultT]) -> None:
         task = self._loop.create_task(_carry(work, future))
 
