@@ -7,7 +7,6 @@ For code that moves blocks itself, as `DistributedOptimizer` does, a second leve
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sized
 from dataclasses import replace
@@ -21,6 +20,7 @@ from ps_core.cluster_view import Session
 from ps_core.consistency import Consistency, parsed
 from ps_core.errors import InvalidConfig
 from ps_core.manifest import DataSetSpec
+from ps_runtime.system.interrupts import uninterrupted
 from ps_worker.client.adaptive_batches import AdaptiveBatches
 from ps_worker.client.checkpoints import ClientCheckpoints
 from ps_worker.client.collectives import CollectiveCalls
@@ -91,6 +91,8 @@ class Client:
     A normal end (`sys.exit(0)`, too) leaves the cluster: it seals a final step on every table, so
     that no worker waits for this one any more. An end by an exception does not, because the other
     workers must learn that one is missing.
+
+    Ctrl-C cuts no step in two: `TableHandle.clock` says whether a push that it interrupted counts.
 
     A `timeout_s` of None means the client's request_deadline_s.
     """
@@ -230,10 +232,8 @@ class Client:
         if hyperparameters and not seal:
             raise InvalidConfig("hyperparameters belong to the seal; give them with it")
         blocks = _blocks(table, values, slice, copy=copy)
-        # Encoded blocks leave at once, while the next are encoded.
-        is_coded, together = table.steps.encoder is not None, self.connection.loop.together
-        with table.steps.turn, contextlib.nullcontext() if is_coded else together():
-            step = self.tables.begin_step(table)
+        with self.tables.turns.turn(table, is_together=table.steps.encoder is None):
+            step = table.steps.open_step()
             step.push_tensors(blocks)
             return step.seal(checked) if seal else step.ticket
 
@@ -264,8 +264,8 @@ class Client:
             NotPermitted: this is not a worker.
         """
         checked = checked_hyperparameters(table, hyperparameters)
-        with table.steps.turn:
-            return self.tables.begin_step(table).seal(
+        with self.tables.turns.turn(table):
+            return table.steps.open_step().seal(
                 checked, contribution_scale=contribution_scale, skip=skip, clip_scale=clip_scale
             )
 
@@ -305,7 +305,7 @@ class Client:
         """
         check_handle(table)
         blocks = _blocks(table, values, slice, copy=copy)
-        with table.steps.turn:
+        with table.steps.turn, uninterrupted():
             step = self.tables.begin_assign(table)
             step.push_tensors(blocks)
             return step.seal() if seal else step.ticket
@@ -329,7 +329,7 @@ class Client:
             PushpullError: as `push`, `pull` and `wait`.
         """
         check_handle(table)
-        with table.steps.turn, self.connection.loop.together():
+        with self.tables.turns.turn(table):
             ticket = self.push(table, values, hyperparameters=hyperparameters)
             region = region_of(table.table, None)
             pulled = self.pulls.start_values(table, region, out, timeout_s=timeout_s)
@@ -448,8 +448,8 @@ class Client:
         rows_of(table.table)
         found = ids_of(ids, hashed_ids=hashed_ids)
         rows = gradients_of(table.table, found, gradients)
-        with table.steps.turn, self.connection.loop.together():
-            step = self.tables.begin_step(table)
+        with self.tables.turns.turn(table):
+            step = table.steps.open_step()
             step.push_rows(found, rows, is_last=seal)
             return step.seal(checked) if seal else step.ticket
 

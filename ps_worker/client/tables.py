@@ -22,23 +22,22 @@ from ps_core.consistency import Consistency, Mode, parsed
 from ps_core.errors import (
     InvalidConfig,
     InvalidKeys,
-    NotPermitted,
     TableNotFound,
     UpdateFailed,
     WaitExpired,
     listed,
 )
 from ps_core.keys import TableId
-from ps_core.tables.elements import NATIVE_CODEC, InitializerKind
+from ps_core.tables.elements import NATIVE_CODEC
 from ps_core.tables.optimizers import OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
-from ps_runtime.system.future_waits import wait_until_ended
 from ps_worker.client.connection import GRACE_S, ClientConnection, lost_server
 from ps_worker.client.joined_place import JoinedPlace
 from ps_worker.client.shown_options import OF_THE_CLIENT, THE_CLIENTS, shows
+from ps_worker.client.step_turns import StepTurns
 from ps_worker.compression.push_encoder import PushEncoder, load_kernels
 from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs, codecs_of
 from ps_worker.embedding.rows import MAX_PULLED_COUNT, CutIds, GivenIds, RowBatch
@@ -85,11 +84,6 @@ _PIECES_IN_FLIGHT = 2
 
 _NAMED_TABLE_COUNT = 8
 
-_NO_STEP_ANY_MORE = (
-    "this worker can take no step of it any more: start all workers again from a checkpoint, or "
-    "call client.restore at each"
-)
-
 
 class ClientTables:
     """The handles of one client. Thread-safe."""
@@ -100,6 +94,7 @@ class ClientTables:
         self._handles: dict[TableId, TableHandle] = {}
         self._untrained: set[TableId] = set()
         self.place = JoinedPlace(connection)
+        self.turns = StepTurns(connection, self.check_own)
 
     @property
     def handles(self) -> list[TableHandle]:
@@ -488,40 +483,11 @@ class ClientTables:
         MAX_UNCOMMITTED_STEP_COUNT steps of the table are not committed. Raises the error of a
         seal that a server has refused for good.
         """
-        self._connection.check_may_push("push")
-        self.check_own(table)
-        refused = self._engine.pushes.refused.get(table.table.table_id)
-        if refused is not None:
-            raise type(refused)(f"{refused.message}; {_NO_STEP_ANY_MORE}")
-        while table.steps.owed_count:
-            self._next_step(table).seal(skip=True)
-            table.steps.owed_count -= 1
-        return self._next_step(table)
-
-    def _next_step(self, table: TableHandle) -> TableStep:
-        oldest = table.steps.oldest_of_too_many()
-        # The ticket of a failed step raises its error; here it only has to have ended.
-        limit_s = self._connection.config.request_deadline_s
-        if oldest is not None:
-            self._connection.loop.hand_over()
-            wait_until_ended([oldest.future], limit_s)
-            if not oldest.future.done():
-                raise WaitExpired(self._connection.why_open(oldest, limit_s))
+        self.turns.await_step(table)
         return table.steps.open_step()
 
     def begin_assign(self, table: TableHandle) -> TableStep:
-        self._connection.check_may_push("assign")
-        self.check_own(table)
-        rank = self._engine.session.rank
-        if rank != 0:
-            raise NotPermitted(f"rank {rank} may not assign initial values; rank 0 does")
-        kind = table.spec.initializer.kind
-        if kind is not InitializerKind.FROM_RANK_ZERO:
-            raise InvalidConfig(
-                f"table '{table.name}' starts with {kind.value}; only one that starts FromRank0() "
-                "is assigned"
-            )
-        return table.steps.assign_step()
+        return self.turns.begin_assign(table)
 
     def catch_up(self, *tables: TableHandle) -> int:
         """Skip clocks whose updates were made without this worker, under backup workers. If every

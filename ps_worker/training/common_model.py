@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ps_core.errors import EditRefused, InvalidConfig
+from ps_runtime.system.interrupts import uninterrupted
 from ps_worker.client.client import Client
 from ps_worker.steps.inner_steps import InnerSteps
-from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.local_optimizer import OuterNeeds
 from ps_worker.training.module_buffers import BufferTable
 from ps_worker.training.planned_edits import FROZEN, PlannedEdits, is_of_frozen, names_of

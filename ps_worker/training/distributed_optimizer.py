@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidConfig, JoinRefused
+from ps_runtime.system.interrupts import uninterrupted
 from ps_worker.client.client import Client
 from ps_worker.client.shown_options import OF_THE_CLIENT, THE_CLIENTS, defaults_of, shows
 from ps_worker.spec.flat_layout import (
@@ -54,7 +55,6 @@ from ps_worker.training.among_workers.process_group import check_reduces_alone
 from ps_worker.training.among_workers.worker_group import worker_group
 from ps_worker.training.among_workers.workers_model import WorkersModel
 from ps_worker.training.embedding import has_embeddings, owned_rows
-from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.local_optimizer import (
     check_fragments,
     check_shared,

@@ -17,6 +17,7 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidConfig
 from ps_core.keys import TableId
 from ps_core.tables.table import Table
+from ps_runtime.system.interrupts import uninterrupted
 from ps_worker.compression.push_encoder import BEYOND_HALF
 from ps_worker.spec.flat_layout import table_layouts
 from ps_worker.spec.optimizers import NAMESAKES, Add, Aggregate, Outer, ServerOptimizer
@@ -24,7 +25,6 @@ from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.inner_steps import InnerSteps
 from ps_worker.steps.setting_by_clock import SettingByClock
 from ps_worker.steps.steps import PushTicket, StepResult, TableHandle
-from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.module_buffers import BufferTable
 from ps_worker.training.tables.trained_table import TrainedTable
 

@@ -25,6 +25,7 @@ import torch
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import EditRefused, InvalidConfig, InvalidTensor, PushpullError, WaitExpired
 from ps_core.tables.optimizers import VALUES_ARRAY, Hyperparameters
+from ps_runtime.system.interrupts import uninterrupted
 from ps_worker.spec.optimizers import (
     Add,
     Outer,
@@ -38,7 +39,6 @@ from ps_worker.training.among_workers.worker_group import WorkerGroup
 from ps_worker.training.among_workers.workers_model import WorkersModel, explained
 from ps_worker.training.clipping import UpdateScaling, scaled_step, scaled_updates
 from ps_worker.training.common_model import CommonModel, EarlyOuterStep
-from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.joining import ModelJoin, clocks_to_pass
 from ps_worker.training.local_optimizer import (
     OuterNeeds,

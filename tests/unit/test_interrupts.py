@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from ps_worker.training.interrupts import uninterrupted
+from ps_runtime.system.interrupts import uninterrupted
 
 
 def test_what_has_begun_is_done_and_then_interrupted() -> None:

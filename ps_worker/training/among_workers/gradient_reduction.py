@@ -25,8 +25,8 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ps_runtime.system.interrupts import uninterrupted
 from ps_worker.training.among_workers.peers import Peers
-from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.tables.inspection import largest_of
 
 _DIRECT_BYTES = 1 << 20

@@ -32,12 +32,12 @@ from ps_core.consistency import Mode
 from ps_core.errors import InvalidConfig, PushpullError, WaitExpired
 from ps_runtime.observe import logs
 from ps_runtime.system.capacity import machine_name
+from ps_runtime.system.interrupts import uninterrupted
 from ps_worker.compression.push_encoder import BEYOND_HALF
 from ps_worker.spec.training_options import HOST, TrainingOptions
 from ps_worker.training.among_workers.gradient_reduction import GradientReduction, Group
 from ps_worker.training.among_workers.peers import Peers
 from ps_worker.training.among_workers.process_group import init_process_group, subgroups
-from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.tables.gradient_marks import GradientMarks
 from ps_worker.training.tables.staging import check_dense
 from ps_worker.training.tables.step_scale import StepScale

@@ -36,6 +36,7 @@ import torch
 from torch import distributed, nn
 
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, WaitExpired, listed
+from ps_runtime.system.interrupts import uninterrupted
 from ps_worker.client.client import Client
 from ps_worker.spec.flat_layout import KnownParameters, plain_name
 from ps_worker.spec.optimizers import SGD, Outer, ServerOptimizer
@@ -57,7 +58,6 @@ from ps_worker.training.distributed_optimizer import DistributedOptimizer
 from ps_worker.training.embedding import has_embeddings
 from ps_worker.training.hybrid.imported_half import take_imported
 from ps_worker.training.hybrid.workers_half import WorkersHalf
-from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.local_optimizer import check_shared, local_state
 from ps_worker.training.module_buffers import persistent_buffers
 from ps_worker.training.tables.inspection import is_finite

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ps_core.tables.table import Table
+from ps_runtime.system.interrupts import uninterrupted
 from ps_worker.spec.flat_layout import FlatLayout
 from ps_worker.spec.values import Region
 from ps_worker.steps.held_values import HeldValues
-from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.tables.device_copies import Arrival, from_host
 from ps_worker.training.tables.edits import WrittenValues
 from ps_worker.training.tables.staging import FlatBuffer

@@ -6,7 +6,12 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
+from importlib import import_module
 from types import FrameType
+
+# `signal` takes 50 µs for what a block needs of it, to look for handlers among its constants; the
+# module beneath it takes one.
+_signal = import_module("_signal")
 
 
 @contextlib.contextmanager
@@ -15,15 +20,15 @@ def uninterrupted() -> Iterator[None]:
     the main thread is ever interrupted.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGINT) if is_main else None
+    handler = _signal.getsignal(signal.SIGINT) if is_main else None
     if not callable(handler):  # nothing would be raised
         yield
         return
     came: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    _signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        _signal.signal(signal.SIGINT, handler)
         if came:
             handler(*came[0])

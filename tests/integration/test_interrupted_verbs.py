@@ -1,0 +1,96 @@
+"""Ctrl-C and expired waits in the client's verbs, and scripts that go on after them."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from types import FrameType
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import ps_worker as ps
+
+SIZE = 8
+DEADLINE_S = 5.0
+
+Floats = npt.NDArray[np.float32]
+Verb = Callable[[ps.Client, ps.TableHandle], object]
+
+_names = count()
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[tuple[ps.Client, ps.Client]]:
+    with (
+        ps.local_cluster(servers=2, workers=2) as cluster,
+        ps.connect(cluster.address, rank=0, request_deadline_s=DEADLINE_S) as first,
+        ps.connect(cluster.address, rank=1, request_deadline_s=DEADLINE_S) as second,
+    ):
+        yield first, second
+
+
+def full(value: float) -> Floats:
+    return np.full(SIZE, value, np.float32)
+
+
+@contextmanager
+def ctrl_c_after(function: str) -> Iterator[None]:
+    """Ctrl-C comes when this thread returns from a function of that name."""
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and frame.f_code.co_name == function:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(look)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        sys.setprofile(None)
+
+
+def _push_and_seal(client: ps.Client, table: ps.TableHandle) -> None:
+    client.push(table, full(1.0), seal=False)
+    client.seal(table)
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda client, table: client.push(table, full(1.0)),
+        lambda client, table: client.push_pull(table, full(1.0)),
+        _push_and_seal,
+    ],
+    ids=["push", "push_pull", "seal"],
+)
+def test_ctrl_c_leaves_no_step_without_its_seal(
+    workers: tuple[ps.Client, ps.Client], verb: Verb
+) -> None:
+    """It comes when the step has its clock, and before its seal has left."""
+    client, _ = workers
+    table = client.create_table(
+        f"sealed {next(_names)}", SIZE, optimizer=ps.SGD(lr=1.0), consistency="asp"
+    )
+    with ctrl_c_after("sealed"):
+        verb(client, table)
+    assert table.clock == 1
+    assert client.wait(client.push(table, full(1.0))).clock == 2
+    np.testing.assert_array_equal(client.pull(table), full(-2.0))
+
+
+def test_ctrl_c_leaves_no_initial_values_without_their_seal(
+    workers: tuple[ps.Client, ps.Client],
+) -> None:
+    client, _ = workers
+    table = client.create_table(
+        f"assigned {next(_names)}", SIZE, optimizer=ps.SGD(lr=1.0), init=ps.FromRank0()
+    )
+    with ctrl_c_after("sealed"):
+        client.assign(table, full(3.0))
+    np.testing.assert_array_equal(client.pull(table), full(3.0))
