@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from ps_runtime.system.clock import now_s
+from ps_runtime.system.interrupts import uninterrupted
 
 ResultT = TypeVar("ResultT")
 
@@ -37,13 +38,20 @@ def wait_until_ended(futures: Sequence[Future[Any]], timeout_s: float) -> None:
             except RuntimeError:  # a failure has ended the wait before
                 pass
 
-    for future in futures:
-        future.add_done_callback(note)
+    with uninterrupted():  # else Ctrl-C could leave a future locked, for good
+        for future in futures:
+            future.add_done_callback(note)
     if not futures or ended.acquire(timeout=min(timeout_s, LOOK_S)):
         return
     end_s = now_s() + timeout_s - LOOK_S
     while (left_s := end_s - now_s()) > 0.0 and not ended.acquire(timeout=min(left_s, LOOK_S)):
         pass
+
+
+def is_done(future: Future[Any]) -> bool:
+    """As `Future.done`, for a script that asks again and again until Ctrl-C."""
+    with uninterrupted():
+        return future.done()
 
 
 def result_of(future: Future[ResultT], timeout_s: float) -> ResultT:

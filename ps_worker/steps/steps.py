@@ -34,6 +34,7 @@ from ps_core.tables.elements import NATIVE_CODEC, Codec, DType, check_length
 from ps_core.tables.optimizers import Hyperparameters
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
+from ps_runtime.system.future_waits import is_done
 from ps_worker.compression.push_encoder import PushEncoder, StepEnd
 from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs
 from ps_worker.embedding.rows import RowBatch, cut_ids, payloads_of, rows_of
@@ -119,7 +120,7 @@ class PushTicket:
 
     def done(self) -> bool:
         """True once every entry of the step has its outcome; never blocks."""
-        return self.future.done()
+        return is_done(self.future)
 
     def check_sealed(self) -> None:
         """Raises InvalidConfig if the step is still open, so that a wait would not end."""
@@ -139,7 +140,7 @@ class PullTicket(Generic[ResultT]):
 
     def done(self) -> bool:
         """True once the pull has ended; never blocks."""
-        return self.future.done()
+        return is_done(self.future)
 
     @property
     def has_expired(self) -> bool:

@@ -55,6 +55,24 @@ def ctrl_c_after(function: str) -> Iterator[None]:
         sys.setprofile(None)
 
 
+@contextmanager
+def ctrl_c_in(function: str, file: str) -> Iterator[None]:
+    """Ctrl-C comes when this thread enters a function of that name in that file."""
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_name == function and code.co_filename.endswith(file):
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(look)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        sys.setprofile(None)
+
+
 def _push_and_seal(client: ps.Client, table: ps.TableHandle) -> None:
     client.push(table, full(1.0), seal=False)
     client.seal(table)
@@ -82,6 +100,23 @@ def test_ctrl_c_leaves_no_step_without_its_seal(
     assert table.clock == 1
     assert client.wait(client.push(table, full(1.0))).clock == 2
     np.testing.assert_array_equal(client.pull(table), full(-2.0))
+
+
+@pytest.mark.parametrize("asks", ["wait", "done"])
+def test_ctrl_c_leaves_no_ticket_locked(workers: tuple[ps.Client, ps.Client], asks: str) -> None:
+    """It comes before the lock of the ticket's future is given back: the end of the step needs it.
+
+    Both workers push: the step ends after the interruption.
+    """
+    first, second = workers
+    ours, theirs = (
+        client.create_table(f"waited {asks}", SIZE, optimizer=ps.SGD(lr=1.0)) for client in workers
+    )
+    ticket = first.push(ours, full(1.0))
+    with ctrl_c_in("__exit__", "threading.py"):
+        first.wait(ticket) if asks == "wait" else ticket.done()
+    second.push(theirs, full(1.0))
+    assert first.wait(ticket).clock == 1
 
 
 def test_ctrl_c_leaves_no_initial_values_without_their_seal(
