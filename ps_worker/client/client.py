@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sized
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeAlias, TypeVar, overload
 
@@ -329,12 +329,14 @@ class Client:
             PushpullError: as `push`, `pull` and `wait`.
         """
         check_handle(table)
-        with self.tables.turns.turn(table):
-            ticket = self.push(table, values, hyperparameters=hyperparameters)
-            region = region_of(table.table, None)
-            pulled = self.pulls.start_values(table, region, out, timeout_s=timeout_s)
-        self.connection.wait_for([ticket, pulled], timeout_s)
-        return pulled.future.result()
+        with self.pulls.giving_up() as begun:
+            with self.tables.turns.turn(table):
+                ticket = self.push(table, values, hyperparameters=hyperparameters)
+                region = region_of(table.table, None)
+                begun.append(self.pulls.start_values(table, region, out, timeout_s=timeout_s))
+            self.connection.wait_for([ticket, *begun], timeout_s)
+        pulled: Array = begun[0].future.result()
+        return pulled
 
     catch_up = _verb(_tables, ClientTables.catch_up)
 
@@ -391,7 +393,7 @@ class Client:
 
         Shapes:
             out: the shape of the slice, or flat; C-contiguous; dtype as the table's. If the pull
-            fails its content is undefined.
+            fails its content is undefined, and is not written to afterwards.
 
         Blocking: until the values are here; not with a callback.
 
@@ -402,13 +404,11 @@ class Client:
             WaitExpired: the message says whom the pull waits for.
         """
         check_handle(table)
-        region = region_of(table.table, slice)
-        ticket = self.pulls.start_values(
-            table, region, out, consistent=consistent, timeout_s=timeout_s
-        )
+        region, start = region_of(table.table, slice), self.pulls.start_values
+        pull = partial(start, table, region, out, consistent=consistent, timeout_s=timeout_s)
         if callback is None:
-            return self.wait(ticket, timeout_s)
-        return self.pulls.with_callback(ticket, callback)
+            return self.pulls.values(pull, timeout_s)
+        return self.pulls.with_callback(pull(), callback)
 
     # --- rows of embedding tables
 

@@ -34,6 +34,7 @@ from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
+from ps_runtime.system.interrupts import uninterrupted
 from ps_worker.client.connection import GRACE_S, ClientConnection, lost_server
 from ps_worker.client.joined_place import JoinedPlace
 from ps_worker.client.shown_options import OF_THE_CLIENT, THE_CLIENTS, shows
@@ -639,6 +640,28 @@ class Pulls:
         raw = writable_raw_of(values, table.dtype, "out")
         order = self._order(table, raw, region, timeout_s, consistent=consistent)
         return PullTicket(table.table, self._connection.loop.start(self._values(order, values)))
+
+    @contextlib.contextmanager
+    def giving_up(self) -> Iterator[list[PullTicket[Any]]]:
+        """Pulls, for the block to add, that end if it fails: by Ctrl-C, too. Afterwards nothing
+        writes into the caller's memory.
+        """
+        begun: list[PullTicket[Any]] = []
+        try:
+            yield begun
+        except BaseException:
+            for ticket in begun:
+                self._connection.loop.end(ticket.future, GRACE_S)
+            raise
+
+    def values(self, start: Callable[[], PullTicket[Array]], timeout_s: float | None) -> Array:
+        """The values of the pull that `start` begins."""
+        with self.giving_up() as begun:
+            with uninterrupted():
+                begun.append(start())
+            self._connection.wait_for(begun, timeout_s)
+            values: Array = begun[0].future.result()
+            return values
 
     def start_rows(
         self,

@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 from ps_core.errors import InvalidConfig
 from ps_runtime.grpc.channels import new_event_loop, tune_allocator
 from ps_runtime.observe import logs
+from ps_runtime.system.future_waits import wait_until_ended
+from ps_runtime.system.interrupts import uninterrupted
 
 ResultT = TypeVar("ResultT")
 ItemT = TypeVar("ItemT")
@@ -53,6 +55,12 @@ class Together:
             self._loop.call_soon_threadsafe(_call_all, self._calls)
 
 
+class _Work(Future[ResultT]):
+    """The end of a coroutine on the loop."""
+
+    task: asyncio.Task[None] | None = None
+
+
 class BackgroundLoop:
     """An event loop on a thread of its own."""
 
@@ -78,9 +86,20 @@ class BackgroundLoop:
 
     def start(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
         """Run a coroutine on the loop; cancelling the future cancels it."""
-        future: Future[ResultT] = Future()
+        future: _Work[ResultT] = _Work()
         self.post(self._begin, work, future)
         return future
+
+    def end(self, future: Future[Any], timeout_s: float) -> None:
+        """Cancel the work of a future that `start` has given, and wait until it has ended, at most
+        `timeout_s`.
+        """
+        ended: Future[None] = Future()
+        with uninterrupted():
+            future.cancel()
+            self.post(_tell_end, future, ended)
+            self.hand_over()
+        wait_until_ended([ended], timeout_s)
 
     def together(self) -> Together:
         """Collect this thread's `post` and `start` calls, and run them in one turn of the loop,
@@ -94,8 +113,8 @@ class BackgroundLoop:
             calls, self._collected.calls[:] = self._collected.calls.copy(), ()
             self._loop.call_soon_threadsafe(_call_all, calls)
 
-    def _begin(self, work: Coroutine[Any, Any, ResultT], future: Future[ResultT]) -> None:
-        task = self._loop.create_task(_carry(work, future))
+    def _begin(self, work: Coroutine[Any, Any, ResultT], future: _Work[ResultT]) -> None:
+        future.task = task = self._loop.create_task(_carry(work, future))
 
         def given_up(future: Future[ResultT]) -> None:
             if future.cancelled():
@@ -152,6 +171,14 @@ async def ended_together(
             task.cancel()
         ends = await asyncio.gather(*tasks, return_exceptions=True)
     return ends
+
+
+def _tell_end(work: Future[Any], ended: Future[None]) -> None:
+    """Complete `ended` when the task of `work` has ended."""
+    if isinstance(work, _Work) and work.task is not None:
+        work.task.add_done_callback(lambda _: ended.set_result(None))
+    else:
+        ended.set_result(None)
 
 
 def _call_all(calls: Iterable[Callable[[], object]]) -> None:

@@ -129,3 +129,26 @@ def test_ctrl_c_leaves_no_initial_values_without_their_seal(
     with ctrl_c_after("sealed"):
         client.assign(table, full(3.0))
     np.testing.assert_array_equal(client.pull(table), full(3.0))
+
+
+@pytest.mark.parametrize("verb", ["pull", "push_pull"])
+def test_what_ctrl_c_has_interrupted_does_not_write_into_out_afterwards(
+    workers: tuple[ps.Client, ps.Client], verb: str
+) -> None:
+    """The pull has begun, and waits for the other worker."""
+    first, second = workers
+    ours, theirs = (
+        client.create_table(f"out of {verb}", SIZE, optimizer=ps.SGD(lr=1.0)) for client in workers
+    )
+    out = full(0.0)
+    if verb == "pull":
+        first.push(ours, full(1.0))
+    with ctrl_c_after("start_values"):
+        if verb == "pull":
+            first.pull(ours, out=out)
+        else:
+            first.push_pull(ours, full(1.0), out=out)
+    out[:] = 7.0
+    second.push(theirs, full(1.0))
+    np.testing.assert_array_equal(first.pull(ours), full(-1.0))
+    np.testing.assert_array_equal(out, full(7.0))
