@@ -245,5 +245,5 @@ class CallbackThread:
         while (function := self._queue.get()) is not None:
             try:
                 function()
-            except Exception as failure:  # noqa: BLE001 - a callback may raise anything
+            except BaseException as failure:  # noqa: BLE001 - SystemExit, too: others come behind it
                 logs.exception("pull_callback_failed", failure)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -152,3 +153,16 @@ def test_what_ctrl_c_has_interrupted_does_not_write_into_out_afterwards(
     second.push(theirs, full(1.0))
     np.testing.assert_array_equal(first.pull(ours), full(-1.0))
     np.testing.assert_array_equal(out, full(7.0))
+
+
+def test_a_callback_that_ends_its_thread_keeps_no_later_one(
+    workers: tuple[ps.Client, ps.Client], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by `sys.exit`, which ends no more than the callback there."""
+    client, _ = workers
+    table = client.create_table("called back", SIZE, optimizer=ps.SGD(lr=1.0))
+    client.wait(client.pull(table, callback=lambda _: sys.exit(1)))
+    seen: list[Any] = []
+    client.wait(client.pull(table, callback=seen.append))
+    np.testing.assert_array_equal(seen, [full(0.0)])
+    assert "event=pull_callback_failed" in caplog.text
