@@ -212,10 +212,10 @@ class Client:
                 gradients: tensors that it leaves out are skipped, as torch skips a grad of None.
             slice: the elements that `values` has: a slice that begins and ends at an edge of a
                 block or a tensor, or a tensor's name; None means all.
-            seal: end the step with this push; False leaves it open for more, until `seal`.
+            seal: end the step with this push; False leaves it open for more, until `seal`: what a
+                later push of the step has of the same elements replaces what an earlier one had.
             hyperparameters: the optimizer's, for this step (with `seal`); the table's fill in.
-            copy: keep a copy of the values. False saves the copy; then they must not change before
-                the ticket is done.
+            copy: keep a copy. False saves it: the values must not change before the ticket is done.
 
         Shapes:
             values: the table's shape, or flat; dtype as the table's.
@@ -426,7 +426,7 @@ class Client:
 
         Args:
             ids: whole numbers from 0; the gradients of one that comes several times are summed.
-            seal: end the step with this push; False leaves it open for more, until `seal`.
+            seal: end the step with this push; False leaves it open until `seal`: pushes are summed.
             hyperparameters: the optimizer's, for this step (with `seal`); the table's fill in.
             hashed_ids: negative ids are hashes: their bits count, as unsigned numbers.
 
