@@ -273,7 +273,7 @@ class Embedding(torch.nn.Module):
         if self._zeroed_at != self._client.engine.steps.mark:  # else that was the save point
             self._reach_save_point()
         self._client.checkpoints.begin_rows_step(self.table)
-        with self._client.connection.loop.together():
+        with self._client.tables.turns.turn(self.table):
             self.trained.begin_step()
             self.trained.prepare()
             ticket = self.trained.seal(StepScale(), skip=False)

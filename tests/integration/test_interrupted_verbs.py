@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 import ps_worker as ps
 
@@ -118,6 +119,24 @@ def test_ctrl_c_leaves_no_ticket_locked(workers: tuple[ps.Client, ps.Client], as
         first.wait(ticket) if asks == "wait" else ticket.done()
     second.push(theirs, full(1.0))
     assert first.wait(ticket).clock == 1
+
+
+def test_ctrl_c_leaves_no_step_of_rows_without_its_seal(
+    workers: tuple[ps.Client, ps.Client],
+) -> None:
+    """The gradient of the interrupted step counts once."""
+    client, _ = workers
+    rows = ps.Embedding(
+        client, "rows", SIZE, optimizer=ps.SGD(lr=1.0), init=ps.Zeros(), consistency="asp"
+    )
+    ids = torch.tensor([3])
+    rows(ids).sum().backward()
+    with ctrl_c_after("sealed"):
+        rows.step()
+    rows(ids).sum().backward()
+    rows.step()
+    assert rows.table.clock == 2
+    np.testing.assert_array_equal(rows(ids).detach(), [full(-2.0)])
 
 
 def test_ctrl_c_leaves_no_initial_values_without_their_seal(
