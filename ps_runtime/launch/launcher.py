@@ -7,7 +7,8 @@ Rules:
       cannot give its number to another process, so no signal reaches a stranger.
     - One thread that lives as long as the launcher starts all children: the kernel's parent-death
       signal, which roles ask for under PUSHPULL_DIE_WITH_PARENT=1, fires at the end of the *thread*
-      that forked.
+      that forked. It is a daemon: Python ends others before the functions of `atexit`, in which
+      clients still leave.
     - No poll has a fixed rate, and every wait is bounded and ends early if the child dies.
 
 The caller decides the meaning of a role's end.
@@ -27,7 +28,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Protocol, Self
@@ -39,6 +39,7 @@ from ps_runtime.launch.cluster_shape import ClusterShape
 from ps_runtime.launch.held_ports import HeldPorts
 from ps_runtime.launch.role_environment import role_environment
 from ps_runtime.observe import logs
+from ps_runtime.system.executors import DaemonThreads
 
 RECENT_LINE_COUNT = 40
 """Lines of each role's output for the message about its end."""
@@ -329,7 +330,7 @@ class Launcher:
     def __init__(self, on_line: LineSink = _ignore, on_exit: ExitSink = _ignore) -> None:
         self._on_line = on_line
         self._on_exit = on_exit
-        self._forker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pushpull launcher")
+        self._forker = DaemonThreads(1, "pushpull launcher", lambda: None)
         self._ready_directory = temporary_directory("pushpull-")
         self._kept = contextlib.ExitStack()
         self._kept.enter_context(_kept_from_cleaners(self._ready_directory.name))

@@ -14,7 +14,7 @@ from ps_runtime.launch.launcher import (
     start_scheduler,
     start_servers,
 )
-from ps_worker.client.open_clients import strand
+from ps_worker.client.open_clients import OWN_CLUSTERS, strand
 
 
 class LocalCluster:
@@ -54,6 +54,7 @@ class LocalCluster:
     def _start(self, shape: ClusterShape, ready_deadline_s: float) -> None:
         self._launcher = Launcher()
         self._has_ended = False
+        self._process_id = os.getpid()
         self._keeps_checkpoints = bool(shape.checkpoints.url)
         with contextlib.ExitStack() as undo:
             undo.callback(self._launcher.stop)
@@ -61,6 +62,7 @@ class LocalCluster:
             servers = start_servers(self._launcher, shape, self._scheduler.address)
             self._servers = [self._launcher.wait_ready(each, ready_deadline_s) for each in servers]
             undo.pop_all()
+        OWN_CLUSTERS.add(self)
 
     @property
     def address(self) -> str:
@@ -83,15 +85,19 @@ class LocalCluster:
         return {process.name: process.pid for process in self._launcher.processes}
 
     def stop(self) -> None:
-        """End all processes, after a checkpoint that is being made. Idempotent.
+        """End all processes, after a checkpoint that is being made. Idempotent; without effect in a
+        child that this process has forked.
 
         A client that is open stays so: close it before. What it has not committed is gone, and the
         end of this process waits for nothing of it.
 
         Blocking: a few seconds at most; half a minute while a checkpoint is written.
         """
+        if os.getpid() != self._process_id:
+            return
         if not self._has_ended:
             self._has_ended = True
+            OWN_CLUSTERS.discard(self)
             strand(self.address)
         if self._keeps_checkpoints:  # servers have to live until it is complete
             self._launcher.end("scheduler", CHECKPOINT_GRACE_S)

@@ -45,6 +45,12 @@ class Awaiting(Protocol):
     def give_up(self) -> None: ...
 
 
+class OwnCluster(Protocol):
+    """A `ps_worker.client.local_cluster.LocalCluster`, which imports this module."""
+
+    def stop(self) -> None: ...
+
+
 OPEN: set[OpenClient] = set()
 
 _child_pid = 0
@@ -52,6 +58,9 @@ _child_pid = 0
 
 _STRANDED: weakref.WeakSet[OpenClient] = weakref.WeakSet()
 """Clients whose cluster this process has stopped."""
+
+OWN_CLUSTERS: set[OwnCluster] = set()
+"""Clusters that this process has started and not stopped: they live until its end."""
 
 MEASURES.window_bytes.set_function(lambda: sum(c.engine.pushes.in_flight_bytes for c in list(OPEN)))
 NODE_MEASURES.watch(
@@ -110,9 +119,11 @@ def close_all(failed_by: str = "") -> None:
 
 
 def _end_all(error: BaseException | None) -> None:
-    """Close the clients of a script that did not; after an error, abandon them. Those whose cluster
-    the script has stopped only end.
+    """Stop the clusters of a script that did not, and close its clients; after an error, abandon
+    them. Those of a cluster that was stopped only end: nobody is there who would hear a farewell.
     """
+    for cluster in list(OWN_CLUSTERS):
+        cluster.stop()
     for client in list(OPEN):
         try:
             if client in _STRANDED or is_normal_end(error):

@@ -16,6 +16,7 @@ import pytest
 
 import ps_worker as ps
 from ps_core.cluster_view import NodeState, Role
+from ps_runtime.checkpoint.store import resolve
 from tests.integration.command_line import ROOT, environment
 from tests.integration.warm_processes import warm_context
 
@@ -44,6 +45,44 @@ with ps.local_cluster(checkpoint_url=sys.argv[1]) as cluster:
     client = train(cluster.address)
     if sys.argv[1]:
         client.checkpoint()
+print("done")
+"""
+)
+
+WITHOUT_WITH = (
+    TRAINS
+    + """
+def start():
+    return train(ps.local_cluster(checkpoint_url=sys.argv[1]).address)
+
+client = start()
+client.checkpoint()
+print("done")
+"""
+)
+
+WAITS_IN_VAIN = """
+import numpy as np
+import pushpull as ps
+
+cluster = ps.local_cluster(workers=2)
+client = ps.connect(cluster.address)
+table = client.create_table("t", [("w", (4,))], optimizer=ps.SGD(lr=0.1))
+client.push(table, {"w": np.ones(4, np.float32)})  # the other worker never comes
+print("done")
+"""
+
+FORKS = (
+    TRAINS
+    + """
+import os
+
+with ps.local_cluster() as cluster:
+    child = os.fork()
+    if child == 0:
+        sys.exit(3)
+    print(os.waitpid(child, 0)[1], flush=True)
+    train(cluster.address).close()
 print("done")
 """
 )
@@ -120,6 +159,23 @@ def test_nor_is_there_an_error_where_it_waited_for_a_checkpoint(tmp_path: Path) 
     assert "error " not in said.replace("error=", "")
     assert "Traceback" not in said
     assert "leave_failed" not in said
+
+
+def test_a_cluster_without_a_with_block_ends_with_its_checkpoint_and_the_script(
+    tmp_path: Path,
+) -> None:
+    """Nobody keeps it but this process: it lives as long."""
+    assert ran(WITHOUT_WITH, str(tmp_path)) == (0, "done\n", "")
+    with resolve(str(tmp_path)).reader as reader:
+        assert reader.manifest.number == 1
+
+
+def test_a_step_that_waits_for_a_worker_that_never_came_does_not_hold_up_the_end() -> None:
+    assert ran(WAITS_IN_VAIN, "") == (0, "done\n", "")
+
+
+def test_a_forked_child_does_not_end_its_parents_cluster() -> None:
+    assert ran(FORKS, "") == (0, "768\ndone\n", "")
 
 
 def test_a_worker_with_a_state_leaves_at_the_end_of_its_script(tmp_path: Path) -> None:
