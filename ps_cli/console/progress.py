@@ -211,6 +211,17 @@ def early_ends(rows: Sequence[WorkerRow], cut_off: Collection[int]) -> list[str]
     return found
 
 
+def outsiders(joined: Collection[int], worker_count: int) -> str:
+    """A line about the workers whose scripts have not joined as workers; empty: all have."""
+    absent = [f"worker {rank}" for rank in range(worker_count) if rank not in joined]
+    if not absent:
+        return ""
+    return (
+        f"{', '.join(absent)} never joined the cluster as a worker: the script ran alone there, "
+        "and what it trained is not in the parameters of the others (pushpull.connect() joins)"
+    )
+
+
 def _steps(sample: WorkerSample) -> str:
     planned = f" of {sample.planned_step_count}" if sample.planned_step_count else ""
     return f"{sample.step_count}{planned}"

@@ -22,6 +22,7 @@ from ps_cli.console.progress import (
     counted,
     early_ends,
     live_view,
+    outsiders,
     plain_lines,
     still_awaited,
     worker_samples,
@@ -174,6 +175,7 @@ class TrainRun:
         self._makes_last = bool(settings.shape.checkpoints.url and settings.last_checkpoint_s)
         self._has_last = not self._makes_last
         self._cut_off: set[int] = set()
+        self._joined: set[int] = set()
         self._earlier: Collection[str] = ()  # names of checkpoints that were there before
         self._beginning = RunBeginning()
 
@@ -242,7 +244,9 @@ class TrainRun:
         shape, view = self._settings.shape, status.view
         self._beginning = RunBeginning(view.cluster_id, view.restored_from, session.timeline)
         self._awaited = still_awaited(status, shape.server_count, shape.worker_count)
-        self._rates.observe(worker_samples(status, time.monotonic()))
+        samples = worker_samples(status, time.monotonic())
+        self._joined.update(sample.rank for sample in samples)
+        self._rates.observe(samples)
         self._checkpoints.observe(status.checkpoints)
 
     async def _work(
@@ -313,7 +317,9 @@ class TrainRun:
         early = early_ends(self._rates.rows(), self._cut_off)
         finished = f"{count - len(early)} of {count}" if early else f"{count}"
         self._output.say(f"{finished} workers finished in {elapsed_s:.1f} s")
-        for line in early:
+        is_known = bool(self._beginning.cluster_id)
+        absent = outsiders(self._joined, count) if is_known else ""
+        for line in filter(None, (*early, absent)):
             self._output.warn(line)
         if ending.exit_code:
             told = "the last checkpoint failed"

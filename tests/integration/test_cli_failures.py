@@ -280,6 +280,15 @@ def test_the_others_go_on_at_once_when_a_workers_process_has_ended(tmp_path: Pat
 
 
 @pytest.mark.thorough
+def test_a_script_that_never_connects_is_told_that_it_ran_alone(tmp_path: Path) -> None:
+    arguments = ("train", write(tmp_path, "print('trained')\n"), "-w", "2", "-s", "1")
+    with Tool(*arguments, cwd=tmp_path, is_warm=True) as tool:
+        assert tool.end(START_DEADLINE_S) == 0, tool.text
+    assert "2 workers finished in" in tool.text
+    assert "pushpull: worker 0, worker 1 never joined the cluster as a worker: " in tool.text
+
+
+@pytest.mark.thorough
 def test_a_server_that_cannot_start_is_started_again_so_often_with_its_reason(
     tmp_path: Path,
 ) -> None:

@@ -12,6 +12,7 @@ from ps_cli.console.progress import (
     duration,
     early_ends,
     live_view,
+    outsiders,
     plain_lines,
     still_awaited,
     worker_samples,
@@ -235,3 +236,8 @@ def test_a_worker_that_ended_before_its_steps_were_done_is_named() -> None:
         "worker 2 ended before its steps were done: its process ended without leaving the cluster, "
         "last heard at step 14"
     )
+
+
+def test_workers_whose_scripts_never_joined_are_named() -> None:
+    assert outsiders({0, 1}, 2) == ""
+    assert outsiders({1}, 3).startswith("worker 0, worker 2 never joined the cluster as a worker: ")
