@@ -148,7 +148,11 @@ def _show(failure: BaseException, script: Path) -> int:
         return process_end.REFUSED_EXIT_CODE if is_refused else _FAILED
     while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
         trace = trace.tb_next
-    traceback.print_exception(type(failure), failure, trace or failure.__traceback__)
+    # Only our frames are there if the script could not be compiled.
+    is_uncompiled = isinstance(failure, SyntaxError) and failure.filename == str(script)
+    if trace is None and not is_uncompiled:
+        trace = failure.__traceback__
+    traceback.print_exception(type(failure), failure, trace)
     if (lost := _loss_behind(failure)) is not None:
         sys.stderr.write(f"pushpull worker: {type(lost).__name__}: {lost.message}\n")
         failure = lost

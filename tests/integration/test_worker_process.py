@@ -183,6 +183,14 @@ def test_wrong_usage_is_explained(scripts: Scripts) -> None:
     assert "PUSHPULL_WINDOW_BYTE is unknown; did you mean PUSHPULL_WINDOW_BYTES?" in err
 
 
+def test_a_script_that_cannot_be_compiled_is_shown_without_frames_of_ours(scripts: Scripts) -> None:
+    status, _, err = scripts.run("x = (1\n")
+    assert status == 1
+    first, *_, last = err.splitlines()
+    assert re.fullmatch(r'  File ".*/script\d\.py", line 1', first)
+    assert last == "SyntaxError: '(' was never closed"
+
+
 def test_the_collector_passes_by_what_the_import_of_torch_made(scripts: Scripts) -> None:
     text = """
         import gc
