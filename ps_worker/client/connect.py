@@ -15,6 +15,9 @@ from ps_worker.client.shown_options import defaults_of, shows
 from ps_worker.spec.settings import check_options
 from ps_worker.transport.config import WorkerConfig, job_place, worker_config
 
+_earlier: dict[tuple[int, tuple[str, ...], str], int] = {}
+"""The rank of the last worker by its process (a fork is another), scheduler and run."""
+
 
 class ConnectOptions(TypedDict, total=False):
     """The keyword arguments of `connect`, which has their meaning."""
@@ -96,18 +99,39 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
         WaitExpired: no scheduler answered in time.
     """
     check_options("connect", options, ConnectOptions.__annotations__)
-    place = None
+    place = config = None
     try:
         place = job_place(options, os.environ)
         if place is not None:
             logs.info("rank_of_job", rank=place.rank, workers=place.world_size, source=place.source)
-        client = Client(worker_config({"scheduler": scheduler, **options}))
+        config = worker_config({"scheduler": scheduler, **options})
+        client = Client(config)
     except PushpullError as refusal:
-        # The frames within do not help the caller, and would hide the reason.
-        raise _with_place(refusal, place).with_traceback(None) from None
+        raise _told(refusal, place, config) from None
     if not client.is_reader:
+        _earlier[os.getpid(), config.scheduler, config.run] = client.rank
         logs.info("worker_joined", rank=client.rank, workers=client.world_size)
     return client
+
+
+def _told(
+    refusal: PushpullError, place: JobPlace | None, config: WorkerConfig | None
+) -> PushpullError:
+    """The refusal without the frames within, which do not help the caller and hide the reason."""
+    return _with_earlier(_with_place(refusal, place), config).with_traceback(None)
+
+
+def _with_earlier(refusal: PushpullError, config: WorkerConfig | None) -> PushpullError:
+    """The refusal of a worker, with the one of the same run that this process was before."""
+    if config is None or config.role != "worker" or type(refusal) is not InvalidConfig:
+        return refusal
+    rank = _earlier.get((os.getpid(), config.scheduler, config.run))
+    if rank is None:
+        return refusal
+    return InvalidConfig(
+        f"{refusal.message}. This process has connected as worker {rank} before: go on with that "
+        "client, or give connect(run=...) a name for another run"
+    )
 
 
 def _with_place(refusal: PushpullError, place: JobPlace | None) -> PushpullError:

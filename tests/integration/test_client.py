@@ -91,6 +91,11 @@ def test_a_rank_that_is_taken_is_refused(team: Team) -> None:
         ps.connect(team.address, rank=1)
 
 
+def test_a_process_that_connects_again_is_told_that_it_has_before(team: Team) -> None:
+    with pytest.raises(ps.InvalidConfig, match=r"has connected as worker \d before: "):
+        ps.connect(team.address)
+
+
 def test_a_worker_beyond_the_number_is_refused(team: Team) -> None:
     with pytest.raises(ps.InvalidConfig, match="2"):
         ps.connect(team.address)
