@@ -98,3 +98,16 @@ def warm_roles() -> Iterator[None]:
     yield
     launching.start_role = before
     FORKER.close()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Torch computes in one thread, as on a server with one processor, and as the workers of a pool
+    do: matrix products depend on the number.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from ps_worker.client.checkpoints import CheckpointTicket
 from tests.combinations.drawn import STEPS, Drawn, Part
 from tests.combinations.faults import Faults
 from tests.integration.replicated_cluster import replicated_cluster
-from tests.integration.resumed_training import together
+from tests.integration.resumed_training import Position, together
 
 LEASE_S = 3.0
 DEADLINE_S = 90.0
@@ -33,19 +33,6 @@ History = dict[int, dict[str, str]]
 
 class Refused(Exception):
     """The features do not go together, and a page or an error says so."""
-
-
-class _Seen:
-    """The steps that a worker has taken, in its checkpoints."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.steps = state["steps"]
 
 
 class _Net(nn.Module):
@@ -95,7 +82,7 @@ class _Worker:
                 client, self.second, ps.SGD(lr=0.05), name="second", **options
             )
             self.optimizers.append(second)
-        self.seen = _Seen()
+        self.position = Position()  # the steps that it has taken
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 4, 0.5)
         self.scaler = torch.amp.GradScaler(
             "cpu",
@@ -103,14 +90,14 @@ class _Worker:
             init_scale=2.0**6,
             growth_interval=4,
         )
-        client.attach_state("seen", self.seen, per_rank=True)
+        client.attach_state("position", self.position, per_rank=True)
         client.attach_state("schedule", self.schedule, per_rank=True)
         if training.not_finite is not None:
             client.attach_state("scaler", self.scaler, per_rank=True)
 
     def step(self, before_it_ends: Callable[[], None]) -> None:
         """Take the next step."""
-        drawn, number = self.drawn, self.seen.steps + 1
+        drawn, number = self.drawn, self.position.seen + 1
         for parameter in self.model.hidden.parameters():
             parameter.requires_grad_(number not in drawn.frozen)
         if number in drawn.edits:
@@ -136,7 +123,7 @@ class _Worker:
         if number in drawn.synchronizes:
             for optimizer in self.optimizers:
                 optimizer.synchronize()
-        self.seen.steps = number
+        self.position.seen = number
 
     def digests(self) -> dict[str, str]:
         """Of everything that a step may have changed."""
@@ -172,8 +159,8 @@ class _Run:
             raise Refused(error.message) from None
         history: History = {}
         ticket = None
-        while worker.seen.steps < self.part.ends_after:
-            moment = partial(self.faults.at, client.rank, worker.seen.steps + 1)
+        while worker.position.seen < self.part.ends_after:
+            moment = partial(self.faults.at, client.rank, worker.position.seen + 1)
             moment("before")
 
             def in_step(moment: Callable[[str], None] = moment) -> None:
@@ -181,7 +168,7 @@ class _Run:
                 moment("during")
 
             worker.step(in_step)
-            number = worker.seen.steps
+            number = worker.position.seen
             history[number] = worker.digests()
             client.save_point()
             if number == self.part.saves_after:

@@ -1,4 +1,6 @@
-"""One cluster for all tests of bad input: processes take seconds to start."""
+"""One cluster for all tests of bad input, and a pool of workers for those of a module: processes
+take seconds to start.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from tests.integration.raw_wire import (
     Wire,
     payload,
 )
+from tests.integration.worker_pool import Pool, Workers
 
 
 @pytest.fixture(scope="session")
@@ -51,3 +54,22 @@ def table(wire: Wire, request: pytest.FixtureRequest) -> Iterator[RawTable]:
     assert wire.values(made) == before
     wire.train(made)
     assert wire.values(made) == {block: (2, 2, payload(-2.25)) for block in made.places}
+
+
+@pytest.fixture(scope="module")
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """`WORKERS` processes, as the module says, that have imported what it lists as `IMPORTED`."""
+    made = Pool(request.module.WORKERS, getattr(request.module, "IMPORTED", ()))
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def workers(pool: Pool, request: pytest.FixtureRequest) -> Iterator[Workers]:
+    """The pool, connected to two servers."""
+    count = request.module.WORKERS
+    with (
+        local_cluster(servers=2, workers=count) as cluster,
+        pool.connected(cluster.address, count) as connected,
+    ):
+        yield connected

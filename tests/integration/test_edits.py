@@ -14,25 +14,9 @@ from tests.integration.training_jobs import Values
 from tests.integration.training_models import Branched, batches, differing, seeded, values
 from tests.integration.worker_pool import Pool, Workers
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 WORKERS = 2
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(WORKERS)
-    yield pool
-    pool.stop()
-
-
-@pytest.fixture(scope="module")
-def workers(pool: Pool) -> Iterator[Workers]:
-    with (
-        ps.local_cluster(servers=2, workers=WORKERS) as cluster,
-        pool.connected(cluster.address, WORKERS) as connected,
-    ):
-        yield connected
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +26,6 @@ def alone(pool: Pool) -> Iterator[Workers]:
         pool.connected(cluster.address, 1) as connected,
     ):
         yield connected
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the workers have it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def in_one_process(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -26,22 +25,6 @@ IMPORTED = "tests.integration.hybrid_jobs", "torch._dynamo"
 
 Saved: TypeAlias = tuple[str, list[list[dict[str, Tensors]]]]
 """A checkpoint's root; and each worker's values at first, in the checkpoint and after it."""
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(WORKERS, IMPORTED)
-    yield pool
-    pool.stop()
-
-
-@pytest.fixture(scope="module")
-def workers(pool: Pool) -> Iterator[Workers]:
-    with (
-        ps.local_cluster(servers=2, workers=WORKERS) as cluster,
-        pool.connected(cluster.address, WORKERS) as connected,
-    ):
-        yield connected
 
 
 def in_one_process(

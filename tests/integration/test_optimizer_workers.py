@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +14,11 @@ from tests.integration import training_jobs as jobs
 from tests.integration.training_models import Branched, batches, differing, seeded, values
 from tests.integration.worker_pool import Pool, WorkerFailed, Workers
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 WORKERS = 3
 Values = dict[str, torch.Tensor]
 Gradient = Callable[[Any, int, int, torch.Tensor], None]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(WORKERS)
-    yield pool
-    pool.stop()
-
-
-@pytest.fixture(scope="module")
-def workers(pool: Pool) -> Iterator[Workers]:
-    with (
-        ps.local_cluster(servers=2, workers=WORKERS) as cluster,
-        pool.connected(cluster.address, WORKERS) as connected,
-    ):
-        yield connected
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the workers have it: torch's matrix products depend on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def in_one_process(

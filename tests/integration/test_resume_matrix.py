@@ -7,29 +7,21 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
 
 import ps_worker as ps
 from tests.integration import framework_jobs, state_jobs
-from tests.integration.framework_jobs import FRAMEWORKS, IMPORTED
+from tests.integration.framework_jobs import FRAMEWORKS
 from tests.integration.state_jobs import STEPS
 from tests.integration.training_models import differing
 from tests.integration.worker_pool import Pool, Workers
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 WORKERS = 2
 SERVERS = 2
 """Of the cluster in which is saved."""
 
 Clusters = dict[int, Workers]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(WORKERS, IMPORTED)
-    yield pool
-    pool.stop()
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +33,6 @@ def clusters(pool: Pool) -> Iterator[Clusters]:
             cluster = stack.enter_context(ps.local_cluster(servers=servers, workers=WORKERS))
             found[servers] = stack.enter_context(pool.connected(cluster.address, WORKERS))
         yield found
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the workers have it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

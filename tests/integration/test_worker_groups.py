@@ -31,22 +31,6 @@ UNEQUAL = "a", "b", "a", "a"
 GROUPS = pytest.mark.parametrize("groups", [PAIRS, ONE, UNEQUAL], ids="".join)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(WORKERS, IMPORTED)
-    yield pool
-    pool.stop()
-
-
-@pytest.fixture(scope="module")
-def workers(pool: Pool) -> Iterator[Workers]:
-    with (
-        ps.local_cluster(servers=2, workers=WORKERS) as cluster,
-        pool.connected(cluster.address, WORKERS) as connected,
-    ):
-        yield connected
-
-
 # --- one process with the same arithmetic
 
 

@@ -9,7 +9,7 @@ stepped from a later time of the loop on, as layers that are frozen at first.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import ClassVar
 
@@ -38,16 +38,16 @@ _MOSTLY_BSP = 0.6
 class InTurn(Simulation):
     """One seed of such scripts. None has backup workers, who skip clocks on all tables alike."""
 
+    def loop_of(self, seed: int) -> str:
+        """Names the loop that is drawn."""
+        return f"loops of {seed}"
+
     def specs(self, seed: int) -> list[TableSpec]:
         """The tables: two at least."""
         found = super().specs(seed)
         more = [replace(found[0], name="table-1")] if len(found) == 1 else []
-        return self.in_turn(seed, [*found, *more])
-
-    def in_turn(self, seed: int, specs: Iterable[TableSpec]) -> list[TableSpec]:
-        """Tables that may be stepped in turn."""
-        self.loops = random.Random(f"loops of {seed}")
-        return [self._spec_in_turn(spec) for spec in specs]
+        self.loops = random.Random(self.loop_of(seed))
+        return [self._spec_in_turn(spec) for spec in (*found, *more)]
 
     def _spec_in_turn(self, spec: TableSpec) -> TableSpec:
         is_bsp = spec.consistency.backup_workers or self.loops.random() < _MOSTLY_BSP
@@ -61,10 +61,7 @@ class InTurn(Simulation):
     def truth_settings(self, tables: Iterable[Table]) -> Settings:
         """They know the loop."""
         tables = list(tables)
-        return self.with_loop(super().truth_settings(tables), tables)
-
-    def with_loop(self, known: Settings, tables: Sequence[Table]) -> Settings:
-        """The settings, with a loop that is drawn."""
+        known = super().truth_settings(tables)
         for table in tables:
             known.paces[table.table_id] = self.loops.choice(_PACES)
         last = _NOT_ALONE // known.paces[tables[0].table_id] - 1
@@ -118,19 +115,14 @@ class InTurnRestoreSimulation(InTurn, RestoreSimulation):
         return _InTurnRestoredSimulation(began)
 
 
-class _InTurnRestoredSimulation(RestoredSimulation, InTurnRestoreSimulation):
+class _InTurnRestoredSimulation(InTurnRestoreSimulation, RestoredSimulation):
     """A timeline that began with a checkpoint, perhaps in the middle of a loop, by a script whose
     loop is another.
     """
 
-    def specs(self, seed: int) -> list[TableSpec]:
-        """Those of the checkpoint."""
-        return self.in_turn(self.number, super().specs(seed))
-
-    def truth_settings(self, tables: Iterable[Table]) -> Settings:
-        """They know the loop."""
-        tables = list(tables)
-        return self.with_loop(super().truth_settings(tables), tables)
+    def loop_of(self, seed: int) -> str:
+        """Names a loop that is not the one of before."""
+        return f"{super().loop_of(seed)} in timeline {self.number}"
 
 
 def test_who_comes_begins_where_the_loops_of_the_others_do(sim_seeds: tuple[int, ...]) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from prometheus_client import CollectorRegistry
 
 from ps_core import limits
@@ -45,7 +44,7 @@ from ps_server.wire.parameter_wire import BlockFrame, push_events
 from pushpull.v1 import parameters_pb2, types_pb2
 from tests.unit.measured_loop import most_turn_s, shortest, turns_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 KEY, TIMELINE, LENGTH = b"k" * 16, b"t" * 16, 64
 PLACE = Place(TableId(1), RangeId(0), AssignmentEpoch(1))
@@ -61,15 +60,6 @@ WORKER = _signed(Session("c", TIMELINE, NodeId(2), Incarnation(11), Role.WORKER)
 SENDER_OF = Sender(WORKER.incarnation, WORKER.rank, 0)
 SGD = OptimizerSpec(OptimizerKind.SGD, (("lr", 1.0),))
 ADAM = OptimizerSpec(OptimizerKind.ADAM, ())
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As on a server with one processor."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Stage:

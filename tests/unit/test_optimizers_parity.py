@@ -29,7 +29,7 @@ from ps_server.values.kernel_fingerprint import kernel_fingerprint
 from ps_server.values.optimizers import BlockState, Optimizer
 from ps_server.values.shard_store import ShardStore
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 SHAPES: tuple[tuple[int, ...], ...] = (
     (7,),
@@ -50,15 +50,6 @@ TORCH_CLASS: dict[OptimizerKind, Any] = {
     OptimizerKind.ADAGRAD: torch.optim.Adagrad,
     OptimizerKind.RMSPROP: torch.optim.RMSprop,
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Fused kernels start every thread for 64 elements too, which only waits on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

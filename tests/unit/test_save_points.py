@@ -715,7 +715,8 @@ def test_names_are_unique_and_states_have_their_methods(worker: Worker) -> None:
         points.attach("none", object())  # type: ignore[arg-type]
 
 
-def test_a_worker_that_leaves_waits_for_what_is_written_and_no_longer(worker: Worker) -> None:
+def written_late(worker: Worker) -> threading.Event:
+    """An event; only once it is set, the worker's file is written."""
     written = threading.Event()
 
     def late(*_: object) -> Callable[[], PartReport]:
@@ -726,6 +727,11 @@ def test_a_worker_that_leaves_waits_for_what_is_written_and_no_longer(worker: Wo
         return write
 
     worker.points._write = late
+    return written
+
+
+def test_a_worker_that_leaves_waits_for_what_is_written_and_no_longer(worker: Worker) -> None:
+    written = written_late(worker)
     worker.points.reach()
     worker.propose()
     worker.step()
@@ -742,16 +748,7 @@ def test_a_worker_that_leaves_waits_for_what_is_written_and_no_longer(worker: Wo
 
 def test_what_is_not_written_when_a_worker_has_left_is_lost(worker: Worker) -> None:
     """Without a word there would have been nothing to write."""
-    written = threading.Event()
-
-    def late(*_: object) -> Callable[[], PartReport]:
-        def write() -> PartReport:
-            assert written.wait(WAIT_S)
-            return PartReport("worker-0", 9, "ab")
-
-        return write
-
-    worker.points._write = late
+    written = written_late(worker)
     worker.points.leave()
     worker.points.leave_behind("left")
     worker.points.close(0.0)
