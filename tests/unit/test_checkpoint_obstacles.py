@@ -168,3 +168,33 @@ def test_who_starts_up_is_not_waited_for_where_all_others_wait(
         cluster.stay(worker, 4, 4)
     is_awaited = has_begun and comes == "before it is proposed"
     assert bool(cluster.happened(CheckpointBegunAgain)) != is_awaited
+
+
+@pytest.mark.parametrize(
+    "other", ["has taken a step", "has taken the step", "answers no checkpoint", "is silent"]
+)
+def test_who_may_take_the_step_or_has_is_waited_for(other: str) -> None:
+    """Another worker than the two that wait."""
+    cluster = Saving(max_workers=3)
+    answers = other != "answers no checkpoint"
+    cluster.workers.append(cluster.worker() if answers else cluster.join(Role.WORKER))
+    for server in (0, 1):
+        cluster.promise(server, 4, 4)
+    cluster.begin()
+    for server in (0, 1):
+        cluster.promise(server, 5, 4)
+    if other == "has taken a step":
+        cluster.answer(2, 1, 0, has_state=False, has_begun=False)
+    elif answers:
+        cluster.answer(2, 0, 0, has_state=False, has_begun=False)
+    for worker in (0, 1):
+        cluster.answer(worker, 5, 4)
+    assert cluster.checkpoint is not None
+    assert cluster.checkpoint.is_cut
+    if other == "has taken the step":
+        cluster.stay(2, 5, 4)
+    elif other == "is silent":
+        cluster.pass_time(15.0, *cluster.servers, *cluster.workers[:2])
+    for worker in (0, 1):
+        cluster.stay(worker, 4, 4)
+    assert not cluster.happened(CheckpointBegunAgain)

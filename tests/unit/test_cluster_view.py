@@ -117,6 +117,8 @@ def test_a_worker_of_a_run_that_was_ended_is_not_told_to_come_back() -> None:
     left = replace(node(4, Role.WORKER, 1, LEFT), run="night")
     assert "since run 'night' was ended by an operator" in left.fence_words
     assert "come back" not in left.fence_words
+    given_up = replace(left, silence_ms=2_940)
+    assert "it was given up after 2.9 s of silence" in given_up.fence_words
 
 
 def test_a_worker_that_is_gone_is_gone_however_short_its_silence() -> None:

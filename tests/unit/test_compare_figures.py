@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ps_cli.compare.compare import comparison_of, seeds_of
+from ps_cli.compare.compare import _judged, comparison_of, seeds_of
 from ps_cli.compare.figures import (
     MAX_CURVE_POINTS,
     RunFigures,
@@ -19,6 +19,8 @@ from ps_cli.compare.figures import (
 from ps_cli.compare.modes import ComparedMode, modes_of
 from ps_cli.compare.options import CompareOptions
 from ps_cli.compare.records import LossEntry, StepEntry, TableEntry, WorkerRecord
+from ps_cli.compare.report_document import FINISHED
+from ps_cli.train.exit_rules import RunEnd
 from ps_core.errors import InvalidConfig
 
 
@@ -152,6 +154,14 @@ def test_outer_steps_of_a_script_are_its_own_unless_the_mode_has_some() -> None:
     ):
         found = other_tables(records, ComparedMode.parsed(mode))
         assert [table.name for table in found] == others
+
+
+def test_a_record_that_breaks_off_is_told_beside_the_figures() -> None:
+    whole, cut = (worker(rank, (step(1.0),)) for rank in range(2))
+    records = [whole, replace(cut, is_whole=False)]
+    said = "the figures lack what worker 1 did at the end: its record breaks off"
+    assert _judged(RunEnd(0), records, "bsp") == (FINISHED, said)
+    assert _judged(RunEnd(0), [whole], "bsp") == (FINISHED, "")
 
 
 def test_a_row_has_the_medians_of_the_finished_runs() -> None:

@@ -202,11 +202,16 @@ def test_a_log_is_whole_if_it_became_synced_before_the_machine_was_started_again
     assert not claim_of(booted.path)[1], "it was too late to sync the first"
 
 
-def test_a_log_whose_segments_are_gone_is_another(tmp_path: Path) -> None:
-    """Whatever has removed them. It is another once: until it has a segment nobody has seen it."""
+@pytest.mark.parametrize("was_renewed", [False, True])
+def test_a_log_whose_segments_are_gone_is_another(tmp_path: Path, was_renewed: bool) -> None:
+    """Whatever has removed them, and if a process died while it drew another id. It is another
+    once: until it has a segment nobody has seen it.
+    """
     log = WrittenLog(tmp_path, boot=boot_id())
     former = opened_id(tmp_path)
     log.newest.unlink()
+    if was_renewed:
+        (tmp_path / "unused").write_text("07" * 16, encoding="ascii")
     new, is_claimed, _ = claim_of(tmp_path)
     assert (new != former, is_claimed) == (True, False)
 

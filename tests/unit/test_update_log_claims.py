@@ -90,6 +90,13 @@ class TestCopiedLog:
         assert cluster.node(cluster.first).state is NodeState.ALIVE
         assert cluster.of(cluster.come(ONE, *had, waited_s=0.0)) == had
 
+    def test_the_log_of_one_that_another_scheduler_has_not_heard_is_taken(self) -> None:
+        cluster = Logged()
+        had = cluster.of(cluster.first)
+        cluster.start_again()
+        assert cluster.node(cluster.first).state is NodeState.ALIVE
+        assert cluster.of(cluster.come(ONE, *had, waited_s=0.0)) == had
+
     def test_a_server_at_the_same_address_is_in_its_place(self) -> None:
         cluster = Logged()
         had, address = cluster.of(cluster.first), cluster.node(cluster.first).address
