@@ -1,4 +1,6 @@
-"""Checks of all rows of a store: who has which, and where its record is (TA-1, TA-2, RS-4)."""
+"""Rows of a store, as a pull has them; and checks of all: who has which, and where its record is
+(TA-1, TA-2, RS-4).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,13 @@ import numpy as np
 from ps_server.rows.row_kernels import Numbers
 from ps_server.rows.tiered_arrays import _OWNER, _POSITION, _WRITING, TieredArrays
 from ps_server.values.row_store import RowStore
+
+
+def read_rows(store: RowStore, block: int, ids: bytes) -> memoryview:
+    """The rows of these ids, in this order, as a payload."""
+    memory = np.empty(store.rows_byte_count(block, ids), np.uint8)
+    store.read_rows_into(memory, block, ids)
+    return memory.data
 
 
 def audit(arrays: TieredArrays) -> Numbers:

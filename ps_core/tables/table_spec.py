@@ -23,17 +23,19 @@ from ps_core.tables.optimizers import (
 
 ResultT = TypeVar("ResultT")
 
+_CACHED_COUNT = 64
+"""Tuples that a `TupleCache` has, at most."""
+
 
 class TupleCache(Generic[ResultT]):
     """A cache of results for the newest few tuples, by identity: to look through a layout of a
-    hundred thousand tensors takes a tenth of a second. It has at most `most`. Thread-safe.
+    hundred thousand tensors takes a tenth of a second. Thread-safe.
     """
 
-    __slots__ = ("_found", "_most")
+    __slots__ = ("_found",)
 
-    def __init__(self, most: int = 64) -> None:
+    def __init__(self) -> None:
         self._found: dict[int, tuple[tuple[Any, ...], ResultT]] = {}
-        self._most = most
 
     def find(self, of: tuple[Any, ...]) -> ResultT | None:
         """The result for this very tuple, or None."""
@@ -42,7 +44,7 @@ class TupleCache(Generic[ResultT]):
 
     def put(self, of: tuple[Any, ...], result: ResultT) -> ResultT:
         """Store a result. The tuple is kept alive, so that its id stays its own."""
-        for old in list(self._found)[: max(0, len(self._found) + 1 - self._most)]:
+        for old in list(self._found)[: max(0, len(self._found) + 1 - _CACHED_COUNT)]:
             self._found.pop(old, None)
         self._found[id(of)] = of, result
         return result

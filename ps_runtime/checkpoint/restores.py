@@ -22,7 +22,6 @@ from typing import Any
 from ps_core.errors import InvalidCheckpoint
 from ps_core.manifest import Manifest, left_directory_name, number_of
 from ps_runtime.checkpoint.directory import CheckpointDirectory, Location
-from ps_runtime.system.disk import DISK, Disk
 
 _FORMAT = "pushpull-restores"
 _VERSION = 1
@@ -88,13 +87,11 @@ def restores_in_force(root: Location) -> list[RecordedRestore]:
     return in_force(restore for file in files for restore in _read(place, file))
 
 
-def record_restore(
-    root: Location, cluster_id: str, restore: RecordedRestore, disk: Disk = DISK
-) -> None:
+def record_restore(root: Location, cluster_id: str, restore: RecordedRestore) -> None:
     """Write a restore of a cluster, durably, as the newest one under the root, unless it is there;
     InvalidCheckpoint if that fails. Blocking.
     """
-    place = CheckpointDirectory(root, disk)
+    place = CheckpointDirectory(root)
     file = f"restores-{left_directory_name(cluster_id).partition('-')[2]}.json"
     recorded = _read(place, file)
     if restore in recorded:

@@ -477,19 +477,8 @@ class RowStore:
 
     # --- reads
 
-    def read_rows(self, block: int, ids: bytes | memoryview) -> memoryview:
-        """The rows of these ids, in this order, as a payload; an id may come twice.
-
-        Raises:
-            InvalidKeys: the partition is not here, or an id is of another one, or there are more
-                than fit a message.
-        """
-        memory = np.empty(self.rows_byte_count(block, ids), np.uint8)
-        self.read_rows_into(memory, block, ids)
-        return memory.data
-
     def rows_byte_count(self, block: int, ids: bytes | memoryview) -> int:
-        """The bytes that `read_rows` gives; InvalidKeys if there are more than fit a message."""
+        """The bytes of the rows of these ids; InvalidKeys if there are more than fit a message."""
         count, rest = divmod(len(ids), limits.ROW_ID_BYTES)
         most = self._most_pulled
         if rest or count > most:
@@ -502,7 +491,9 @@ class RowStore:
     def read_rows_into(
         self, memory: npt.NDArray[np.uint8], block: int, ids: bytes | memoryview
     ) -> None:
-        """As `read_rows`, into this memory, which has room for just these."""
+        """The rows of these ids, in this order, into memory of `rows_byte_count`; an id may come
+        twice. InvalidKeys: the partition is not here, or an id is of another one.
+        """
         rows = memory.view(self._dtype).reshape(-1, self._length)
         self.rows(block, np.frombuffer(ids, "<u8"), rows)
 

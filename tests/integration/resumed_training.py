@@ -14,7 +14,6 @@ from torch import nn
 import ps_worker as ps
 
 DEADLINE_S = 30.0
-ServerSide = Callable[[], Any]
 
 
 @dataclass

@@ -182,9 +182,7 @@ def test_any_frames_are_taken_or_end_the_connection(
     end=ENDS,
     session=SESSIONS,
     cuts=CUTS,
-    changes=st.lists(
-        st.tuples(st.floats(0, 1, exclude_max=True), st.binary(max_size=3)), max_size=4
-    ),
+    changes=st.lists(CHANGES, max_size=4),
 )
 def test_frames_with_changed_bytes_are_taken_or_end_the_connection(
     end: Attacked, session: bytes, cuts: list[int], changes: list[tuple[float, bytes]]

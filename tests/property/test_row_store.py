@@ -27,6 +27,7 @@ from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore
 from ps_server.values.update_arithmetic import Terms
 from tests.property.rounded_values import rounded
+from tests.row_audits import read_rows
 
 LENGTH, PARTITIONS, SEED = 3, 2, 11
 KINDS = (OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD)
@@ -227,7 +228,7 @@ def rows_of(store: RowStore, ids: list[int]) -> list[bytes]:
     rows = store.table.spec.rows
     assert rows is not None
     return [
-        bytes(store.read_rows(partition_of(row_id, rows), np.array([row_id], np.uint64).tobytes()))
+        bytes(read_rows(store, partition_of(row_id, rows), np.array([row_id], np.uint64).tobytes()))
         for row_id in ids
     ]
 
@@ -512,12 +513,12 @@ def test_what_is_wrong_with_a_payload_is_refused_and_changes_nothing() -> None:
 
 def test_what_is_wrong_with_a_pull_is_refused() -> None:
     store = store_of(table_of())
-    assert not store.read_rows(0, b"").nbytes
+    assert not read_rows(store, 0, b"").nbytes
     here = np.array([one_of(0)], np.uint64).tobytes()
     most = limits.MAX_ROW_COUNT
     for ids in (here[:-1], np.array([one_of(1)], np.uint64).tobytes(), here * (most + 1)):
         with pytest.raises(InvalidKeys):
-            store.read_rows(0, ids)
+            read_rows(store, 0, ids)
     with pytest.raises(InvalidKeys, match="expected the ids"):
         store.read(0, None, None)
     with pytest.raises(InvalidKeys, match="cannot be pulled"):

@@ -70,6 +70,7 @@ from ps_server.values.row_store import RowStore
 from ps_server.values.store_copy import StoreCopy
 from ps_server.values.update_arithmetic import Accumulator
 from tests.deferred_disk import DeferredDisk, FewFrames
+from tests.row_audits import read_rows
 from tests.sim.grads import FIRST, LAID_VALUES, SECOND, STEP, VALUES, Arrived, Grad
 
 if TYPE_CHECKING:
@@ -429,7 +430,7 @@ class Numbers:
             payload, _ = store.read(block, None, clock)
         else:
             assert isinstance(store, RowStore)
-            payload = store.read_rows(block, _sent_ids(rows, block))
+            payload = read_rows(store, block, _sent_ids(rows, block))
         values, found, begin = np.frombuffer(payload, np.float32).tolist(), [], 0
         for length in lengths_of(table, block):
             first, end = values[begin], begin + length

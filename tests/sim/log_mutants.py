@@ -16,7 +16,6 @@ _LOGGED = "ps_server/update_log/logged_ranges.py"
 _STALL = "ps_server/update_log/disk_stall.py"
 _REPLICATION = "ps_server/replication/range_roles.py"
 _CONFIGURATIONS = "scheduler/machine/configurations.py"
-_MEMBERSHIP = "scheduler/machine/membership.py"
 _CLUSTER = "scheduler/machine/cluster.py"
 
 LOG_MUTANTS = (

@@ -24,6 +24,7 @@ from ps_server.rows.row_memory import INDEX_BYTES, RowMemory
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore
 from ps_server.values.update_arithmetic import Terms
+from tests.row_audits import read_rows
 from tests.unit.machine_harness import PLACE, Bench
 from tests.unit.test_machine_cores import a_system
 
@@ -60,7 +61,7 @@ def test_a_server_takes_as_many_rows_as_it_may() -> None:
     push(store, range(100, 101))
     memory.measured(MemoryUse(store.state_bytes))
     assert store.state_bytes <= 101 * ROW_BYTES + 4096
-    assert store.read_rows(0, np.array([500], np.uint64).tobytes()).nbytes == 4 * LENGTH
+    assert read_rows(store, 0, np.array([500], np.uint64).tobytes()).nbytes == 4 * LENGTH
 
 
 def test_a_backup_makes_what_its_primary_has_made() -> None:

@@ -20,6 +20,7 @@ from ps_server.rows.row_memory import RowMemory
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore
 from ps_server.values.update_arithmetic import Terms
+from tests.row_audits import read_rows
 from tests.unit.measured_loop import most_turn_s
 
 pytestmark = pytest.mark.slow
@@ -88,8 +89,8 @@ def test_rows_that_no_update_has_made_are_read_in_one_turn(length: int) -> None:
     store = store_of(length)
     count = min(limits.MAX_ROW_COUNT, limits.MAX_PULLED_ROW_BYTES // (4 * length))
     ids = np.arange(count, dtype=np.uint64).tobytes()
-    assert store.read_rows(0, ids).nbytes == count * 4 * length
-    assert taken_s(lambda: store.read_rows(0, ids)) < most_turn_s()
+    assert read_rows(store, 0, ids).nbytes == count * 4 * length
+    assert taken_s(lambda: read_rows(store, 0, ids)) < most_turn_s()
 
 
 @pytest.mark.thorough
