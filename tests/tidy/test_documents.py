@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -25,6 +26,7 @@ from ps_runtime.grpc.errors import STATUS
 from ps_runtime.settings.config import variable_name
 from ps_runtime.settings.environment import VARIABLES
 from pushpull.v1 import types_pb2
+from tests.tidy.layers import PURE_ROOMS
 from tests.tidy.source import PACKAGES, ROOT, files_under, python_sources
 
 pytestmark = pytest.mark.slow
@@ -322,3 +324,24 @@ def test_made_up_names_are_seen() -> None:
         "pushpull_server_nonsense_total"
     ]
     assert LINK.findall("[a](b.md#c) [d](https://e)") == [("b.md", "#c")]
+
+
+@pytest.mark.parametrize("package", ["scheduler", "ps_server", "ps_worker", "ps_runtime"])
+def test_the_architecture_page_has_every_room_in_the_order_of_its_layers(package: str) -> None:
+    """And a star for each that decides."""
+    page = (ROOT / "docs/explanation/ARCHITECTURE.md").read_text(encoding="utf-8")
+    table = page.partition(f"| `{package}` | what is in it |")[2].partition("\n\n")[0]
+    cells = " ".join(row.split("|")[1] for row in table.splitlines()[2:])
+    stars = dict(re.findall(r"`([\w/]+)`( ★)?", cells))
+    rooms = [room for room in stars if "/" not in room]
+    paths = [source.path.split("/") for source in python_sources() if source.package == package]
+    assert sorted(rooms) == sorted({path[1] for path in paths if len(path) > 2})
+    decide = {room for room in stars if f"{package}.{room}".replace("/", ".") in PURE_ROOMS}
+    assert {room for room, star in stars.items() if star} == decide
+    linted = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    (contract,) = (
+        each for each in linted["importlinter"]["contracts"] if each.get("containers") == [package]
+    )
+    layers = [layer.split(" | ") for layer in contract["layers"]]
+    order = [next(n for n, layer in enumerate(layers) if room in layer) for room in rooms]
+    assert order == sorted(order), "the page says that its tables point down"
