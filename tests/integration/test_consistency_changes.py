@@ -275,3 +275,5 @@ def test_what_the_table_cannot_do_is_refused(team: Team) -> None:
         team.workers[0].set_consistency("nobody", "asp")
     with pytest.raises(ps.InvalidConfig, match="after_clock"):
         team.workers[0].set_consistency(sums[0], "bsp", after_clock=2**60)
+    with pytest.raises(ps.InvalidConfig, match=r"after_clock is 2\.5; expected a whole number"):
+        team.workers[0].set_consistency(sums[0], "bsp", after_clock=2.5)  # type: ignore[arg-type]

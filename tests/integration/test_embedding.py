@@ -370,7 +370,10 @@ def test_a_reader_names_the_length_of_a_row(client: ps.Client) -> None:
     with ps.connect(address, role="reader") as reader:
         with pytest.raises(ps.InvalidConfig, match="dim is 3, and rows of table 'read' have 2"):
             ps.Embedding(reader, "read", 3, optimizer=ps.SGD())
-        assert ps.Embedding(reader, "read", 2, optimizer=ps.SGD()).embedding_dim == 2
+        rows = ps.Embedding(reader, "read", 2, optimizer=ps.SGD())
+        assert rows.embedding_dim == 2
+        rows.zero_grad()  # as of a module in which it is
+        assert not reader.checkpoints.save_points.has_state
 
 
 def test_it_is_neither_copied_nor_pickled(client: ps.Client) -> None:

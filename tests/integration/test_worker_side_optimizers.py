@@ -222,6 +222,25 @@ def test_the_local_optimizer_does_not_see_a_nan(
     assert first.isfinite().all()
 
 
+def test_the_local_optimizer_sees_a_nan_that_is_allowed(workers: list[ps.Client]) -> None:
+    name = f"model-{next(_names)}"
+
+    def train(client: ps.Client, rank: int) -> torch.Tensor:
+        model = nn.Embedding(6, 4)
+        factory = partial(torch.optim.SGD, lr=0.1, foreach=False)
+        optimizer = ps.DistributedOptimizer(
+            client, model, ps.Add(factory), name=name, allow_non_finite=True
+        )
+        factor = float("nan") if rank == 0 else 1.0
+        (model(torch.tensor([rank])).square().sum() * factor).backward()
+        optimizer.step()
+        optimizer.close()
+        return model.weight.isfinite().all(dim=1)
+
+    for finite in _together(workers, train):
+        assert finite.tolist() == [False, *[True] * 5]
+
+
 def test_it_has_no_eager_mode(workers: list[ps.Client]) -> None:
     with pytest.raises(ps.InvalidConfig, match="mode is 'eager' with Add"):
         ps.DistributedOptimizer(workers[0], _model(), ps.Add(NADAM), name="none", mode="eager")
