@@ -109,6 +109,20 @@ def test_a_group_begins_as_the_setting_has_it_that_others_have_changed(
     assert optimizer.trained_model.tables[-1].name == begun[later]
 
 
+def test_a_group_begins_so_beside_backup_workers() -> None:
+    """Who is left out skips clocks."""
+    with (
+        ps.local_cluster(servers=1, workers=2) as cluster,
+        ps.connect(cluster.address, request_deadline_s=20.0) as client,
+    ):
+        model = seeded(Branched)
+        optimizer = ps.DistributedOptimizer(client, model.first.parameters(), ps.SGD(lr=0.1))
+        client.set_consistency("model/0/float32", "bsp:backup=1")
+        train(model, optimizer, *batches(2))
+        optimizer.add_param_group({"params": model.last.parameters()})
+        assert optimizer.trained_model.tables[-1].name == "model/1/float32"
+
+
 def test_frozen_parameters_rest_until_they_are_unfrozen(
     client: ps.Client, reader: ps.Client
 ) -> None:
