@@ -110,7 +110,7 @@ def test_a_group_begins_as_the_setting_has_it_that_others_have_changed(
 
 
 def test_a_group_begins_so_beside_backup_workers() -> None:
-    """Who is left out skips clocks."""
+    """A worker that is left out of an update skips its clock."""
     with (
         ps.local_cluster(servers=1, workers=2) as cluster,
         ps.connect(cluster.address, request_deadline_s=20.0) as client,

@@ -93,6 +93,12 @@ def test_a_worker_has_begun_at_its_first_save_point(worker: Worker, begins: str)
     assert worker.has_begun
 
 
+def test_rows_in_no_model_have_no_save_point_beside_one(worker: Worker) -> None:
+    worker.points.reach_alone(worker)
+    worker.propose()
+    assert not worker.has_begun
+
+
 def test_a_script_at_a_save_point_is_answered_for_with_that(worker: Worker) -> None:
     worker.step()
     worker.points.reach()
