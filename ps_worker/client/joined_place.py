@@ -132,19 +132,23 @@ class JoinedPlace:
             # Whom it follows may be silent for a moment, and a scheduler that was started again.
             may_go_on = has_followed and found is Found.DEAD
             left_s = until_s - now_s()
-            if left_s <= 0 or not (may_go_on or found in (Found.NOTHING, Found.FOLLOWS)):
+            may_hear = found is Found.NOTHING and not self._is_free(begun)
+            if left_s <= 0 or not (may_go_on or may_hear or found is Found.FOLLOWS):
                 self._end(found, search, has_followed=has_followed)
                 return
             await asyncio.sleep(min(interval_s, left_s))
 
     def _firsts(self, begun: frozenset[TableId]) -> dict[TableId, int]:
-        """The clocks at which the tables began that it joins, or will; none where workers wait for
-        each other on none.
-        """
+        """The clocks at which the tables began that it joins, or will."""
+        return {t.table_id: t.restored_clock or 0 for t in self._to_join(begun)}
+
+    def _to_join(self, begun: frozenset[TableId]) -> list[Table]:
         joins, tables = self._engine.joins, self._engine.view.tables
-        found = [t for t in tables if joins(t.table_id) and t.table_id not in begun]
-        is_free = all(map(_is_free, found))
-        return {} if is_free else {t.table_id: t.restored_clock or 0 for t in found}
+        return [t for t in tables if joins(t.table_id) and t.table_id not in begun]
+
+    def _is_free(self, begun: frozenset[TableId]) -> bool:
+        """True where workers wait for each other on none of the tables, as long as that stays."""
+        return all(map(_is_free, self._to_join(begun)))
 
     def _clocks(self) -> dict[TableId, int]:
         """Its own, of tables on which workers wait for each other."""

@@ -38,7 +38,7 @@ class LoopPlace(NamedTuple):
 
 class LoopReport(NamedTuple):
     """A worker's report: the newest clocks that it has sealed on the tables that it trains, and its
-    last place.
+    last place. `is_alive` until it has left or is gone: one that is silent may go on.
     """
 
     is_alive: bool
@@ -173,7 +173,6 @@ class PlaceSearch:
         others have told.
 
         Args:
-            joined: none if workers wait for each other on none of the tables.
             awaited: tables that it has not joined yet.
             own: its clocks on others, on which it ends no steps: they were made after it came, or
                 its script has begun to step them. A worker that is further there waits for it.

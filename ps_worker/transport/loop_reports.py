@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from ps_core.cluster_view import Session
 from ps_core.keys import Incarnation, TableId
 from ps_runtime.cluster.scheduler_link import SchedulerLink
 from ps_worker.spec.loop_places import LoopPlace, LoopReport, LoopReports, TrainingLoop
 from pushpull.v1 import scheduler_pb2, types_pb2
+
+_MEMBERS = (types_pb2.NODE_STATE_ALIVE, types_pb2.NODE_STATE_SILENT)
+"""A worker that is silent may go on, until it is declared gone."""
 
 _MAX_TABLE_COUNT = 256
 """A loop with more tables is told without them: who joins is answered with all reports."""
@@ -55,11 +59,20 @@ async def reports_of_others(
     request = scheduler_pb2.GetClusterStatusRequest(session=link.identity)
     what = "the scheduler to say where the other workers are"
     status = await link.call("GetClusterStatus", request, what, end_s)
+    return reports_in(status, link.session, late_joiners)
+
+
+def reports_in(
+    status: scheduler_pb2.GetClusterStatusResponse,
+    own: Session,
+    late_joiners: Collection[Incarnation],
+) -> LoopReports:
+    """The reports of the other workers of a session's run in the scheduler's status."""
     told, all_have_told = [], True
     for each in status.nodes:
-        node, is_alive = each.node, each.node.state == types_pb2.NODE_STATE_ALIVE
-        is_worker = node.role == types_pb2.NODE_ROLE_WORKER and node.run == link.session.run
-        if not is_worker or node.node_id == link.session.node_id:
+        node, is_alive = each.node, each.node.state in _MEMBERS
+        is_worker = node.role == types_pb2.NODE_ROLE_WORKER and node.run == own.run
+        if not is_worker or node.node_id == own.node_id:
             continue
         if each.progress.HasField("loop"):
             told.append(loop_from_proto(each.progress.loop, is_alive=is_alive))

@@ -145,7 +145,7 @@ def test_synchronize_takes_the_outer_step_early(workers: list[ps.Client]) -> Non
                 trainer.optimizer.synchronize()
                 trainer.optimizer.synchronize()  # of which nothing is left to push
                 trainer.history[-1] = values_of(trainer.model)
-        assert client.engine.counters.step_count == 8, "as the script counts them"
+        assert client.engine.counters.inner_step_count == 8, "as the script counts them"
         return trainer
 
     found = together(workers, partial(work, name=new_name()))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from ps_core.change import ChangeOutcome
-from ps_core.cluster_view import ClusterView, NodeState, Session
+from ps_core.cluster_view import ClusterView, Session
 from ps_core.errors import Fenced, InvalidConfig
 from ps_core.keys import Incarnation, TableId
 from ps_core.tables.table import Table
@@ -134,7 +134,7 @@ class ScheduledSimulation(Simulation):
             node = nodes.get(other.incarnation)
             if node is None or other.layout.run != worker.layout.run or other is worker:
                 continue
-            is_alive = node.state is NodeState.ALIVE
+            is_alive = node.state.is_member
             if report is not None and scheduler is self.scheduler:
                 told.append(report._replace(is_alive=is_alive))
             elif is_alive and other.incarnation not in late_joiners:

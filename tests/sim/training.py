@@ -239,7 +239,8 @@ def _find_place(
     settings = worker.layout.settings
     awake = awake_tables(worker)
     modes = {settings.at(each, clocks[each.table_id] + 1).mode for each in awake}
-    joined = {} if modes == {Mode.ASP} else {t.table_id: clocks[t.table_id] for t in awake}
+    joined = {t.table_id: clocks[t.table_id] for t in awake}
+    may_hear = modes != {Mode.ASP}
     firsts, began_s = _firsts(worker, truth), world.now_s
     unheard_s = FOLLOWS_S if settings.paces else UNHEARD_S
     while any(clock > firsts[each] for each, clock in joined.items()):
@@ -249,7 +250,8 @@ def _find_place(
         if found is Found.ALONE:
             worker.loop.begin_alone()
         limit_s = unheard_s if found is Found.NOTHING else FOLLOWS_S
-        if found not in (Found.NOTHING, Found.FOLLOWS) or world.now_s >= began_s + limit_s:
+        goes_on = found is Found.FOLLOWS or (found is Found.NOTHING and may_hear)
+        if not goes_on or world.now_s >= began_s + limit_s:
             world.counts["places found"] += found is Found.PLACE
             break
         at_s = world.now_s + ASKS_S

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ps_core.keys import TableId
+from ps_core.cluster_view import Role, Session
+from ps_core.keys import Incarnation, NodeId, TableId
 from ps_worker.spec.loop_places import (
     MOST_FOLLOWED_CLOCKS,
     Found,
@@ -17,7 +18,8 @@ from ps_worker.spec.loop_places import (
     PlaceSearch,
     TrainingLoop,
 )
-from ps_worker.transport.loop_reports import loop_from_proto, loop_to_proto
+from ps_worker.transport.loop_reports import loop_from_proto, loop_to_proto, reports_in
+from pushpull.v1 import scheduler_pb2, types_pb2
 
 CRITIC, ACTOR, OTHER = map(TableId, (1, 2, 3))
 NOWHERE = LoopPlace({}, in_turn=True)
@@ -311,3 +313,25 @@ def test_of_a_loop_of_many_tables_none_is_told() -> None:
     report = loop_from_proto(message, is_alive=True)
     assert report == LoopReport(True, {}, LoopPlace({}, in_turn=False))
     assert hear(PlaceSearch(), both(6, 5), [report]) is Found.ALONE
+
+
+@pytest.mark.parametrize(
+    ("state", "is_alive"), [("ALIVE", True), ("SILENT", True), ("LEFT", False), ("GONE", False)]
+)
+def test_a_worker_that_is_silent_may_go_on_with_its_loop(state: str, is_alive: bool) -> None:
+    own = Session("c", b"", NodeId(9), Incarnation(9), Role.WORKER)
+    status = scheduler_pb2.GetClusterStatusResponse()
+    for number in (1, 2, 9):
+        status.nodes.add(
+            node=types_pb2.Node(
+                node_id=number,
+                incarnation=number,
+                role=types_pb2.NODE_ROLE_WORKER,
+                state=f"NODE_STATE_{state}",
+            )
+        )
+    status.nodes[0].progress.loop.in_turn = True
+    reports = reports_in(status, own, ())
+    assert [report.is_alive for report in reports.told] == [is_alive]
+    assert reports.all_have_told is not is_alive
+    assert reports_in(status, own, {Incarnation(2)}).all_have_told
