@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 from ps_core.errors import InvalidConfig, NotPermitted, WaitExpired
+from ps_core.keys import TableId
 from ps_core.tables.elements import InitializerKind
 from ps_runtime.system.future_waits import wait_until_ended
 from ps_runtime.system.interrupts import uninterrupted
 from ps_worker.client.connection import ClientConnection
-from ps_worker.steps.steps import TableHandle, TableStep
+from ps_worker.steps.steps import TableHandle, TableStep, check_own
 
 _NO_STEP_ANY_MORE = (
     "this worker can take no step of it any more: start all workers again from a checkpoint, or "
@@ -22,15 +23,15 @@ class StepTurns:
     """The steps of one client. Thread-safe.
 
     Args:
-        check_own: refuses a handle of another client.
+        handles: the client's own, as they are made.
     """
 
     def __init__(
-        self, connection: ClientConnection, check_own: Callable[[TableHandle], None]
+        self, connection: ClientConnection, handles: Mapping[TableId, TableHandle]
     ) -> None:
         self._connection = connection
         self._engine = connection.engine
-        self._check_own = check_own
+        self._handles = handles
 
     @contextmanager
     def turn(self, table: TableHandle, *, is_together: bool = True) -> Iterator[None]:
@@ -48,7 +49,7 @@ class StepTurns:
     def await_step(self, table: TableHandle) -> None:
         """Wait until a step may begin, as `ClientTables.begin_step` says."""
         self._connection.check_may_push("push")
-        self._check_own(table)
+        check_own(table, self._handles)
         refused = self._engine.pushes.refused.get(table.table.table_id)
         if refused is not None:
             raise type(refused)(f"{refused.message}; {_NO_STEP_ANY_MORE}")
@@ -73,7 +74,7 @@ class StepTurns:
     def begin_assign(self, table: TableHandle) -> TableStep:
         """The step that gives initial values, for `Client.assign`."""
         self._connection.check_may_push("assign")
-        self._check_own(table)
+        check_own(table, self._handles)
         rank = self._engine.session.rank
         if rank != 0:
             raise NotPermitted(f"rank {rank} may not assign initial values; rank 0 does")

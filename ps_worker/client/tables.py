@@ -73,6 +73,7 @@ from ps_worker.steps.steps import (
     TableStep,
     TableSteps,
     check_handle,
+    check_own,
     skipped_clocks,
 )
 from ps_worker.transport.loop import CallbackThread, Ends, ended_together
@@ -95,7 +96,7 @@ class ClientTables:
         self._handles: dict[TableId, TableHandle] = {}
         self._untrained: set[TableId] = set()
         self.place = JoinedPlace(connection)
-        self.turns = StepTurns(connection, self.check_own)
+        self.turns = StepTurns(connection, self._handles)
 
     @property
     def handles(self) -> list[TableHandle]:
@@ -111,9 +112,7 @@ class ClientTables:
         self._untrained.add(table.table.table_id)
 
     def check_own(self, table: TableHandle) -> None:
-        check_handle(table)
-        if self._handles.get(table.table.table_id) is not table:
-            raise InvalidConfig(f"the handle of table '{table.name}' belongs to another client")
+        check_own(table, self._handles)
 
     # --- making and opening
 

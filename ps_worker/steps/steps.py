@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from ps_core.codecs.int8_passes import Floats
 from ps_core.errors import InvalidConfig, WaitExpired
+from ps_core.keys import TableId
 from ps_core.rows import Ids
 from ps_core.tables.elements import NATIVE_CODEC, Codec, DType, check_length
 from ps_core.tables.optimizers import Hyperparameters
@@ -717,6 +718,13 @@ def check_handle(table: object) -> None:
     raise InvalidConfig(
         f"table is {type(table).__name__}; expected the handle that create_table or table returned"
     )
+
+
+def check_own(table: TableHandle, handles: Mapping[TableId, TableHandle]) -> None:
+    """InvalidConfig for a handle that is none of these: of another client."""
+    check_handle(table)
+    if handles.get(table.table.table_id) is not table:
+        raise InvalidConfig(f"the handle of table '{table.name}' belongs to another client")
 
 
 def checked_hyperparameters(

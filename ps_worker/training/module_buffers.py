@@ -223,6 +223,8 @@ class BufferTable:
             self.arrived = {}
             if self._is_mean or not self._publishes:
                 self._take_pulled()
+            else:
+                self._left = {}
         if is_shown:
             self.show()
 
@@ -241,6 +243,8 @@ class BufferTable:
         """Write the buffers that have come into the module, except those that the script has
         changed since a wait was given up; the giver's stay.
         """
+        if not self.arrived:
+            return
         arrived, self.arrived = self.arrived, {}
         before, self._left = self._left, {}
         for name, values in arrived.items():

@@ -71,8 +71,7 @@ def test_a_worker_without_its_record_is_not_in_the_cluster_nor_kept_in_it(tmp_pa
         second = worker(cluster, record=str(tmp_path))
         assert second.rank == 0
         os.close(reads)
-        with pytest.raises(BrokenPipeError):
-            second.close()
+        second.close()  # which cannot write the end of the record
         with ps.connect(cluster.address, role="operator") as operator:
             workers = [n for n in operator.engine.view.nodes if n.role is Role.WORKER]
             assert {each.state for each in workers} <= {NodeState.LEFT, NodeState.GONE}
