@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -41,38 +41,32 @@ def full(value: float) -> Floats:
 
 
 @contextmanager
-def ctrl_c_after(function: str) -> Iterator[None]:
+def _ctrl_c_when(event: str, is_there: Callable[[CodeType], bool]) -> Iterator[None]:
+    """Ctrl-C comes at this event of a function of this thread."""
+
+    def look(frame: FrameType, found: str, _: object) -> None:
+        if found == event and is_there(frame.f_code):
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(look)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        sys.setprofile(None)
+
+
+def ctrl_c_after(function: str) -> AbstractContextManager[None]:
     """Ctrl-C comes when this thread returns from a function of that name."""
-
-    def look(frame: FrameType, event: str, _: object) -> None:
-        if event == "return" and frame.f_code.co_name == function:
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGINT)
-
-    sys.setprofile(look)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            yield
-    finally:
-        sys.setprofile(None)
+    return _ctrl_c_when("return", lambda code: code.co_name == function)
 
 
-@contextmanager
-def ctrl_c_in(function: str, file: str) -> Iterator[None]:
+def ctrl_c_in(function: str, file: str) -> AbstractContextManager[None]:
     """Ctrl-C comes when this thread enters a function of that name in that file."""
-
-    def look(frame: FrameType, event: str, _: object) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_name == function and code.co_filename.endswith(file):
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGINT)
-
-    sys.setprofile(look)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            yield
-    finally:
-        sys.setprofile(None)
+    return _ctrl_c_when(
+        "call", lambda code: code.co_name == function and code.co_filename.endswith(file)
+    )
 
 
 def _push_and_seal(client: ps.Client, table: ps.TableHandle) -> None:
