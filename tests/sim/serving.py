@@ -227,6 +227,11 @@ class Watch:
                     f"lives and has {has} of it; {self._seen[range_id]} was seen"
                 )
 
+    def unplaced(self, range_ids: Sequence[RangeId]) -> None:
+        """No table has values in these: nothing of what was seen of them has to be kept."""
+        for range_id in range_ids:
+            self._seen.pop(range_id, None)
+
     def looks(self, server: ReplicatedServer) -> None:
         """The server looks after its backups, as at each tick while it is not paused."""
         for range_id, primary in server.replication.primaries.items():

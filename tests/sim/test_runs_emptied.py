@@ -258,6 +258,9 @@ class Emptied(RunSimulation):
                 self.world.after(self._holders.random(), lambda: self._strike_holders(until_s))
         elif isinstance(transition, RangesUnplaced):
             counts["ranges unplaced"] += len(transition.range_ids)
+            kept = {each.range_id for each in self.ranges_to_keep()}
+            assert kept.isdisjoint(transition.range_ids), f"LOST: values with {transition}"
+            self.watch.unplaced(transition.range_ids)
             self._awaited.difference_update(transition.range_ids)
             self._begin_another(self.servers[transition.primary.node_id])
         elif isinstance(transition, RangesPlaced):
