@@ -35,6 +35,21 @@ class HeldValues:
         """The memory has something else."""
         self._values.clear()
 
+    def copy(self) -> HeldValues:
+        """For a pull into other memory, which leaves out what is still the same."""
+        found = HeldValues()
+        found._values.update(self._values)
+        return found
+
+    def swap(self, other: HeldValues) -> None:
+        """The two pieces of memory change places."""
+        self._values, other._values = other._values, self._values
+
+    def is_same(self, other: HeldValues, block: int) -> bool:
+        """True if both have the block, with equal bytes."""
+        value, there = self._values.get(block), other._values.get(block)
+        return value is not None and there is not None and value[:3] == there[:3]
+
     def drop(self, block: int) -> None:
         """The memory of a block is about to be written (HV-1)."""
         self._values.pop(block, None)

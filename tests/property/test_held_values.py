@@ -86,16 +86,21 @@ EVENT: st.SearchStrategy[tuple[object, ...]] = st.one_of(
 @given(st.lists(EVENT, min_size=10, max_size=40))
 def test_what_does_not_come_is_what_would_have_come(events: list[tuple[object, ...]]) -> None:
     server, reader = Server(), Reader()
+    before = [(reader.held.copy(), dict(reader.memory))]
     for kind, *more in events:
         match kind:
             case "pull":
                 blocks, torn = (cast(set[int], each) for each in more)
+                before.append((reader.held.copy(), dict(reader.memory)))
                 reader.pull(server, sorted(blocks), torn)
                 for block in blocks - torn:
                     assert reader.memory[block] == server.values[block]
                 for block in BLOCKS:  # HV-1
                     if reader.held.find(block, server.epoch) is not None:
                         assert reader.memory[block] != GARBAGE
+                    for held, memory in before:
+                        if reader.held.is_same(held, block):
+                            assert reader.memory[block] == memory[block]
             case "write":  # the caller's own values
                 reader.held.forget()
                 reader.memory = dict.fromkeys(BLOCKS, GARBAGE)
@@ -109,9 +114,11 @@ def test_only_what_was_written_since_comes() -> None:
     server, reader = Server(), Reader()
     blocks = list(BLOCKS)
     assert reader.pull(server, blocks, set()) == 0
+    before = reader.held.copy()
     assert reader.pull(server, blocks, set()) == 2
     server.update(1)
     assert reader.pull(server, blocks, set()) == 1
+    assert [reader.held.is_same(before, block) for block in blocks] == [True, False]
     server.edit(1)
     assert reader.pull(server, blocks, set()) == 0, "which blocks were edited is not told"
     assert reader.pull(server, blocks, set()) == 2

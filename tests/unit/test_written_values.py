@@ -127,6 +127,24 @@ def test_what_changes_after_a_wait_was_given_up_is_told_until_all_is_written() -
     assert written.values.changed_since_left() == set()
 
 
+def test_while_the_values_of_before_are_kept_what_differs_from_them_has_changed() -> None:
+    written = Written(ones(3), ones(3), ones(3))
+    written.parameters[1].data.fill_(2.0)
+    written.parameters[2].data.fill_(2.0)
+    assert written.values.changed_since_sealed([0, 1]) == {1}
+    written.parameters[1].data.fill_(1.0)
+    assert written.values.changed_since_sealed([0, 1, 2]) == {2}
+
+
+def test_while_they_are_not_known_what_has_changed_since_the_wait_has() -> None:
+    written = Written(ones(3), ones(3))
+    written.parameters[0].data.fill_(2.0)
+    written.values.begin()
+    written.values.left()
+    written.parameters[1].data.fill_(2.0)
+    assert written.values.changed_since_sealed([0, 1]) == {1}
+
+
 def test_another_shape_since_then_is_a_change_though_its_elements_are_the_same() -> None:
     written = Written(ones(3), ones(3))
     written.values.left()

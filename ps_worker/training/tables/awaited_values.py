@@ -7,7 +7,9 @@ Rules:
     - A table is pulled in pieces, in the order of its parameters, which is mostly that of their
       use. A parameter waits for the pieces up to its last element, and for no more.
     - A parameter is written once. What the script has written into it since the step is not
-      overwritten: it is an edit of the next step (SEMANTICS S16).
+      overwritten: it is an edit of the next step (SEMANTICS S16). To see that, the values come into
+      memory of their own, beside those of the step before, which every parameter had when the step
+      was sealed; once all are written the two change places.
 """
 
 from __future__ import annotations
@@ -36,8 +38,11 @@ _MOST_PIECES = 8
 
 @dataclass(slots=True, eq=False)
 class _Piece:
+    """A part of the table. `is_whole`: its blocks that are unchanged, and did not come, are there."""
+
     region: Region
     ticket: PullTicket[Pulled]
+    is_whole: bool = False
 
 
 class AwaitedValues:
@@ -58,6 +63,8 @@ class AwaitedValues:
         self._received = received
         self._held = held
         self._written = written
+        self._incoming: FlatBuffer | None = None
+        self._held_there, self._asked = HeldValues(), HeldValues()
         self._pieces: list[_Piece] = []
         self._unwritten: list[int] = []
 
@@ -69,6 +76,9 @@ class AwaitedValues:
         """Begin to pull the table at this worker's clock. Returns the first piece, whose refusal
         explains a step that would wait for ever.
         """
+        if self._unwritten:
+            self._held_there.forget()
+        self._asked = self._held.copy()
         regions = pieces_of(self._handle.table)
         tickets = self._start(regions)
         self._pieces = [_Piece(*each) for each in zip(regions, tickets, strict=True)]
@@ -89,18 +99,43 @@ class AwaitedValues:
         pieces = [piece for piece in self._pieces if piece.region.begin < end]
         self._pull_again(pieces)
         self._client.wait_all([piece.ticket for piece in pieces])
+        for piece in pieces:
+            self._bring_unchanged(piece)
         come = pieces[-1].region.end
         with uninterrupted(), torch.no_grad():
             ready = [each for each in self._unwritten if placed[each].end <= come]
-            changed = self._written.changed_since_left(ready)
+            changed = self._written.changed_since_sealed(ready)
             moved = [each for each in ready if each not in changed]
-            views = self._received.views
+            views = self._there.views
             arrivals = from_host([(placed[each].tensor, views[each]) for each in moved])
             self._written.wrote(moved)
+            self._written.passed_over(changed)
             self._unwritten = self._unwritten[len(ready) :]
             if not self._unwritten:
+                self._received.swap(self._there)
+                self._held.swap(self._asked)
+                self._held_there = self._asked
                 self._written.end()
         return arrivals
+
+    @property
+    def _there(self) -> FlatBuffer:
+        """The memory that the values come into."""
+        if self._incoming is None:
+            self._incoming = FlatBuffer(self._layout)
+        return self._incoming
+
+    def _bring_unchanged(self, piece: _Piece) -> None:
+        """Copy the blocks that did not come, because `received` has them, unless they are there."""
+        if piece.is_whole:
+            return
+        piece.is_whole = True
+        size, here, there = self._handle.table.spec.block_elements, self._received, self._there
+        for begin in range(piece.region.begin, piece.region.end, size):
+            block, end = begin // size, min(begin + size, piece.region.end)
+            is_new = not self._held_there.is_same(self._asked, block)
+            if is_new and self._asked.is_same(self._held, block):
+                there.values[begin:end] = here.values[begin:end]
 
     def _pull_again(self, pieces: list[_Piece]) -> None:
         for piece in pieces:
@@ -108,8 +143,8 @@ class AwaitedValues:
                 (piece.ticket,) = self._start([piece.region])
 
     def _start(self, regions: list[Region]) -> list[PullTicket[Pulled]]:
-        pulls, raw = self._client.pulls, self._received.raw
-        return pulls.start_pieces(self._handle, raw, regions, self._held)
+        pulls, raw = self._client.pulls, self._there.raw
+        return pulls.start_pieces(self._handle, raw, regions, self._asked)
 
 
 def pieces_of(table: Table) -> list[Region]:

@@ -41,7 +41,6 @@ class WrittenValues:
         self._sums, self._sums_now = ColumnSums(counts), ColumnSums(counts)
         self._views = BitViews()
         self._summed: set[int] = set()  # the parameters whose `_sums` are known
-        self._sources = [(view.data_ptr(), view.nbytes, view.dtype) for view in received.views]
         self._marks: list[tuple[int, int, tuple[int, ...]]] = []
         self._left: tuple[ColumnSums, list[torch.Size]] | None = None
         self.is_known = False
@@ -54,6 +53,14 @@ class WrittenValues:
             sums = ColumnSums(map(torch.Size.numel, shapes))
             sums.take(list(enumerate(tensors)))
             self._left = sums, shapes
+
+    def changed_since_sealed(self, indexes: Iterable[int]) -> set[int]:
+        """Those of these parameters that were changed since a step was sealed whose values come
+        elsewhere than into `received`; if it was not known what they had then, since `left`.
+        """
+        if self.is_known:
+            return set(self.edited(indexes))
+        return self.changed_since_left(indexes)
 
     def changed_since_left(self, indexes: Iterable[int] | None = None) -> set[int]:
         """Those of the parameters `indexes`, or of all, that were changed since the first `left`
@@ -89,6 +96,10 @@ class WrittenValues:
         self._summed.update(index for index, _ in far)
         self._sums.take(far, self._views)
 
+    def passed_over(self, indexes: Iterable[int]) -> None:
+        """These parameters keep what the script has given them: no sums of them are known."""
+        self._summed.difference_update(indexes)
+
     def wrote_all(self, but: Collection[int] = ()) -> None:
         """The parameters, except `but`, have the received values."""
         self.wrote(index for index in range(len(self._layout.placed)) if index not in but)
@@ -113,12 +124,13 @@ class WrittenValues:
         marks = zip(self._layout.placed, self._marks, strict=True)
         return any(place_of(entry.tensor) != mark for entry, mark in marks)
 
-    def edited(self) -> list[int]:
-        """The parameters that have other values now."""
+    def edited(self, indexes: Iterable[int] | None = None) -> list[int]:
+        """Those of the parameters `indexes`, or of all, that have other values now."""
         found = []
         on_device: list[tuple[int, torch.Tensor]] = []
-        for index, entry in enumerate(self._layout.placed):
-            tensor, (source, byte_count, dtype) = entry.tensor, self._sources[index]
+        for index in range(len(self._layout.placed)) if indexes is None else indexes:
+            tensor = self._layout.placed[index].tensor
+            source, byte_count, dtype = self._received.sources[index]
             if (
                 tensor.is_cpu
                 and tensor.dtype is dtype

@@ -100,6 +100,12 @@ class _BlockState:
 class FlatBuffer:
     """Host memory in the shape of a table: shared with servers on this host, if `is_shared` and the
     system can; pinned, if `is_pinned`, where its tensors are on a device for which it can be.
+
+    Attributes:
+        values: all elements, 1-D.
+        views: of each tensor.
+        raw: the bytes.
+        sources: the address, size in bytes and dtype of each view.
     """
 
     def __init__(
@@ -124,6 +130,11 @@ class FlatBuffer:
             self.values = torch.from_numpy(memory).view(dtype)
         self.views = layout.views(self.values)
         self.raw: Raw = self.values.view(torch.uint8).numpy()
+        self.sources = [(view.data_ptr(), view.nbytes, view.dtype) for view in self.views]
+
+    def swap(self, other: FlatBuffer) -> None:
+        """Exchange the memory with another of the same layout."""
+        self.__dict__, other.__dict__ = other.__dict__, self.__dict__
 
     def pin(self) -> bool:
         """Pin the memory, if it has to be and is not; False: the driver refuses. Idempotent."""

@@ -499,7 +499,7 @@ class TrainedTable:
             self._was_skipped = skip
             self._shown.hide_left(is_hidden=False)
         if is_awaited:
-            self._prepare_pull()
+            self._take_arrivals()
             self.pending.add(self._awaited.begin())
         else:
             self._begin_result(self.moves.fragment)
@@ -523,9 +523,12 @@ class TrainedTable:
         self.pending.add(self._pull)
 
     def _prepare_pull(self) -> None:
+        self._take_arrivals()
+        self._written.begin()
+
+    def _take_arrivals(self) -> None:
         self._wait_arrivals()
         self._arrivals.clear()
-        self._written.begin()
 
     def _wait_arrivals(self) -> None:
         """Wait until no copy to a device reads the last pull's values."""
@@ -601,7 +604,8 @@ class TrainedTable:
         step. Values that are awaited are written when they are read. Returns the exceptions.
         """
         if self._awaited:
-            self._written.left()
+            if not self._written.is_known:
+                self._written.left()
             return but
         but = {*but, *self._written.changed_since_left()}
         self._wait_arrivals()
