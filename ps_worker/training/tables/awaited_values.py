@@ -38,7 +38,7 @@ _MOST_PIECES = 8
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """A part of the table. `is_whole`: its blocks that are unchanged, and did not come, are there."""
+    """A part of the table. `is_whole`: what did not come, as unchanged, is there."""
 
     region: Region
     ticket: PullTicket[Pulled]
