@@ -37,7 +37,7 @@ from ps_runtime.cluster.registration import (
 )
 from ps_runtime.cluster.view_waits import ViewWaits
 from ps_runtime.grpc.addresses import check_scheduler_address
-from ps_runtime.grpc.errors import from_rpc_error
+from ps_runtime.grpc.errors import from_rpc_error, has_expired_unheard
 from ps_runtime.grpc.retry import Backoff, is_retryable
 from ps_runtime.observe import logs
 from ps_runtime.system import clock
@@ -200,7 +200,7 @@ class SchedulerLink:
             consistency=wire.consistency_to_proto(consistency),
             after_clock=after_clock,
         )
-        what = f"table '{table_name}' to become {consistency}"
+        what = f"table '{table_name}' to become {consistency} (the change may still be made)"
         answer = await self.call("SetConsistency", request, what, end_s)
         change = wire.change_from_proto(answer.change)
         left_s = max(end_s - clock.now_s(), LEAST_ATTEMPT_S)
@@ -386,7 +386,7 @@ class SchedulerLink:
 
     def _named(self, error: PushpullError, what: str) -> PushpullError:
         """The error of an answered call; gRPC's own expiry gets the state of the cluster."""
-        if isinstance(error, WaitExpired) and error.message.startswith("DEADLINE_EXCEEDED"):
+        if has_expired_unheard(error):
             return WaitExpired(f"waited for {what}; {self._standing()}")
         if isinstance(error, Fenced):
             self._fence(error)

@@ -125,6 +125,12 @@ def from_rpc_error(failure: grpc.RpcError) -> tree.PushpullError:
     return kind(f"{status.name}: {details}")
 
 
+def has_expired_unheard(error: tree.PushpullError) -> bool:
+    """True if gRPC's own deadline ended the call: nobody has answered it."""
+    own = f"{grpc.StatusCode.DEADLINE_EXCEEDED.name}:"
+    return isinstance(error, tree.WaitExpired) and error.message.startswith(own)
+
+
 def translated(method: MethodT) -> MethodT:
     """Wrap a servicer method (coroutine or async generator) so that its exceptions become statuses.
 

@@ -15,6 +15,7 @@ import pytest
 
 from ps_core import limits
 from ps_core.cluster_view import BackupRequest, ClusterView, NodeState, Role
+from ps_core.consistency import parsed
 from ps_core.errors import (
     Fenced,
     ForeignCluster,
@@ -179,6 +180,31 @@ def test_a_worker_gets_its_identity_and_the_view() -> None:
                 assert other.session.node_id in newer.nodes_by_id
                 assert seen[-1] == newer.view_number
                 assert link.view is newer
+
+    run(main())
+
+
+class NoAnswers(SchedulerServicer):
+    """It has taken a request for another consistency, and is paused before it answers."""
+
+    async def SetConsistency(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_change_that_nobody_answers_may_still_be_made(*, is_there: bool) -> None:
+    """Also one that a scheduler had taken before it died."""
+
+    async def main() -> None:
+        scheduler = Scheduler()
+        given = Decision(scheduler.cluster), SchedulerMetrics(new_registry()), SECRET.encode()
+        scheduler.servicer = NoAnswers(*given)
+        async with served(scheduler) as address, linked(address) as link:
+            await link.view_at_least(1, DEADLINE_S)
+            if not is_there:
+                await scheduler.close()
+            with pytest.raises(WaitExpired, match="for table 't'.*the change may still be made"):
+                await link.set_consistency("t", parsed("asp"), 0, 0.3)
 
     run(main())
 
