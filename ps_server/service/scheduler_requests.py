@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from ps_core.cluster_view import BackupRequest, lost_among
 from ps_core.errors import PushpullError, WaitExpired
 from ps_runtime.cluster.scheduler_link import SchedulerLink
+from ps_runtime.grpc.errors import has_expired_unheard
 from ps_runtime.observe import logs
 from ps_runtime.system import clock
 from ps_server.ranges.server_machine import PreparedChange
@@ -93,23 +94,27 @@ async def until_kept(link: SchedulerLink, end_s: float, *, has_log: bool) -> Non
     lease, it leaves: without it nobody becomes a holder of anything. `has_log`: all that the server
     holds is in its update log.
     """
-    departure = Departure(end_s, link.lease_s)
+    departure, answer = Departure(end_s, link.lease_s), ""
     while (left_s := departure.left_s(clock.now_s())) > 0:
         said, alone = departure.awaited, _held_alone(link)
+        unsaved = _unsaved(link)  # now: a view after the departure has what that loses
         error: PushpullError | None = None
         try:
             await link.deregister_if_kept(REASON, left_s)
         except PushpullError as failure:
             error = failure
+            answer = answer if has_expired_unheard(failure) else failure.message
         silent_s = clock.now_s() - link.last_scheduler_contact_s
         match departure.answered(error, silent_s, is_fenced=link.fenced_by is not None):
             case DepartureStep.LEAVES:
-                why = _unsaved(link, has_log=has_log)
-                if alone and why:
-                    logs.warning("leaves_with_the_only_copy", ranges=alone, reason=why)
+                if unsaved:
+                    _tell_lost(alone, unsaved, has_log=has_log)
                 return
             case DepartureStep.LEAVES_UNHEARD:
                 logs.warning("leaves_unheard", error="" if error is None else error.message)
+                if link.fenced_by is None:
+                    why = f"the scheduler has not answered for {silent_s:.1f} s"
+                    _tell_lost(alone, why, has_log=has_log)
                 return
         if departure.awaited != said:
             left = round(left_s, 1)
@@ -117,19 +122,24 @@ async def until_kept(link: SchedulerLink, end_s: float, *, has_log: bool) -> Non
         await asyncio.sleep(min(_ASK_AGAIN_S, left_s))
     alone = _held_alone(link)
     if alone or departure.awaited:
-        why = departure.awaited or "no answer"
-        logs.warning("leaves_with_the_only_copy", ranges=alone, reason=why)
+        logs.warning("leaves_with_the_only_copy", ranges=alone, reason=answer or "no answer")
 
 
-def _unsaved(link: SchedulerLink, *, has_log: bool) -> str:
-    """The reason why no checkpoint has the values of a server that leaves; empty if one has, or
-    other servers have them.
+def _tell_lost(range_count: int, reason: str, *, has_log: bool) -> None:
+    """Log that a server leaves with values of so many ranges that no other server has."""
+    if range_count:
+        where = ": its update log alone has them" * has_log
+        logs.warning("leaves_with_the_only_copy", ranges=range_count, reason=f"{reason}{where}")
+
+
+def _unsaved(link: SchedulerLink) -> str:
+    """The reason why no checkpoint will have the values of a server that leaves; empty if one will,
+    or other servers have them.
     """
     if link.replica_count > 1:
         return ""
     if not link.checkpoint_url:
-        place = "one replica, and no place for checkpoints"
-        return f"{place}: its update log alone has them" if has_log else place
+        return "one replica, and no place for checkpoints"
     view = link.view
     if view is not None and lost_among(view.ranges, view.of_run("").tables):
         return "one replica, and other values are lost, without which no checkpoint is made"

@@ -187,7 +187,7 @@ def test_a_worker_gets_its_identity_and_the_view() -> None:
 class NoAnswers(SchedulerServicer):
     """It has taken a request for another consistency, and is paused before it answers."""
 
-    async def SetConsistency(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
+    async def SetConsistency(self, *_: Any) -> Any:  # noqa: N802 - gRPC's name
         await asyncio.Event().wait()
 
 
@@ -203,7 +203,7 @@ def test_a_change_that_nobody_answers_may_still_be_made(*, is_there: bool) -> No
             await link.view_at_least(1, DEADLINE_S)
             if not is_there:
                 await scheduler.close()
-            with pytest.raises(WaitExpired, match="for table 't'.*the change may still be made"):
+            with pytest.raises(WaitExpired, match=r"for table 't'.*the change may still be made"):
                 await link.set_consistency("t", parsed("asp"), 0, 0.3)
 
     run(main())
