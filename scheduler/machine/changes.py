@@ -408,19 +408,22 @@ class TableChanges:
         return table
 
     def _reason(self, table: Table, change: TableChange, now_s: float) -> str:
-        members = self._state.members
+        members, number = self._state.members, change.checkpoint
+        unprepared = self.unprepared_for(number) if number else set()  # all tables are cut at once
         missing = ", ".join(
             self._describe(members[node_id].node, now_s)
-            for node_id in sorted(self._state.proposals[table.table_id].missing)
+            for node_id in sorted(self._state.proposals[table.table_id].missing | unprepared)
         )
         join = change.join
         what = f"worker {join.rank} joining" if join else f"the change to {change.consistency} of"
-        what = f"checkpoint {change.checkpoint} of" if change.checkpoint else what
+        what = f"checkpoint {number} of" if number else what
         if change.is_decided:
             range_id = table.deciding_range(len(self._state.ranges))
             primary = self._state.ranges[range_id].primary
             server = "" if primary is None else self._describe(members[primary].node, now_s)
             return f"{what} table '{table.spec.name}' is decided and waits for {server} to take it"
+        if number and not missing:
+            return f"{what} table '{table.spec.name}' waits for the clocks of workers"
         return f"{what} table '{table.spec.name}' waits until {missing} is prepared"
 
 

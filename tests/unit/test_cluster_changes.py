@@ -18,6 +18,7 @@ from scheduler.machine.changes import ChangeRequest, Outcome, PendingProposal, W
 from scheduler.machine.cluster import Created
 from scheduler.machine.state import ChangeCommitted, ChangeDecided, ChangeProposed, ChangeWithdrawn
 from tests.unit.cluster_harness import SPEC, Harness, refused
+from tests.unit.test_cluster_checkpoints import Saving
 
 MODEL = TableId(1)
 
@@ -449,3 +450,22 @@ def test_a_proposal_ends_when_a_range_has_another_primary_who_promised_nothing_f
     withdrawn = cluster.cluster.changes.outcome("model", pending.number, cluster.now_s)
     assert isinstance(withdrawn, Withdrawn)
     assert "was lost" in withdrawn.reason
+
+
+def test_who_waits_for_a_checkpoint_hears_what_that_waits_for() -> None:
+    """Also where the table's own servers are prepared: all tables are cut at once."""
+    cluster = Saving()
+    cluster.begin()
+    wanted = ChangeRequest("model", parsed("ssp:2"), 0, cluster.now_s + 90)
+
+    def waits_for() -> str:
+        asked = cluster.cluster.set_consistency(cluster.workers[0], wanted, cluster.now_s)
+        reply = cluster.note(asked)
+        assert isinstance(reply, PendingProposal)
+        return reply.reason
+
+    cluster.promise(0, 5, 4)
+    cluster.promise(1, 5)
+    assert "checkpoint 7 of table 'model' waits until server node 2 at" in waits_for()
+    cluster.promise(1, 5, 4)
+    assert waits_for() == "checkpoint 7 of table 'model' waits for the clocks of workers"
