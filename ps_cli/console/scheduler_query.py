@@ -8,7 +8,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
-from ps_core.errors import Fenced, InvalidConfig, PushpullError, Recovering, Unauthenticated
+from ps_core.errors import (
+    Fenced,
+    InvalidConfig,
+    PushpullError,
+    Recovering,
+    Unauthenticated,
+    WaitExpired,
+)
 from ps_runtime.cluster.registration import PROTOCOL_VERSION, answer_of, operator_session
 from ps_runtime.cluster.scheduler_link import SchedulerLink
 from ps_runtime.grpc.addresses import check_scheduler_address
@@ -78,13 +85,14 @@ class SchedulerQuery:
     async def end_run(self, run: str) -> int:
         """End a run; the number of workers that were members of it."""
         request = scheduler_pb2.EndRunRequest(session=await self.session(), run=run)
-        answer: scheduler_pb2.EndRunResponse = await _answer(self._stub.EndRun, request)
+        changed = _changed(self._stub.EndRun, request, f"run '{run}' may be ended")
+        answer: scheduler_pb2.EndRunResponse = await changed
         return answer.ended_count
 
     async def remove_run(self, run: str) -> scheduler_pb2.RemoveRunResponse:
         """Remove a run that is over, with its tables."""
         request = scheduler_pb2.RemoveRunRequest(session=await self.session(), run=run)
-        return await _answer(self._stub.RemoveRun, request)
+        return await _changed(self._stub.RemoveRun, request, f"run '{run}' may be removed")
 
     async def __aenter__(self) -> Self:
         return self
@@ -117,6 +125,15 @@ async def operator_link(
 
 async def _answer(call: Callable[..., Awaitable[AnswerT]], request: object) -> AnswerT:
     return await answer_of(call(request, timeout=QUERY_DEADLINE_S))
+
+
+async def _changed(call: Callable[..., Awaitable[AnswerT]], request: object, what: str) -> AnswerT:
+    """The answer of a call that changes a run. A scheduler that dies may have done it before."""
+    try:
+        return await _answer(call, request)
+    except (Recovering, WaitExpired) as error:
+        message = f"{error.message}; {what}: pushpull runs list says so"
+        raise type(error)(message, retry_after_ms=error.retry_after_ms) from error
 
 
 ServerAnswer = parameters_pb2.GetRangeStatsResponse | PushpullError

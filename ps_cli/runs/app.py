@@ -75,10 +75,9 @@ def runs_remove(
 
     def remove(output: Output) -> int:
         had = asyncio.run(first_answer(scheduler, lambda query: query.remove_run(run)))
-        output.say(
-            f"run '{run}' is removed; it had {had.table_count} tables, for which the servers had "
-            f"up to {had.byte_count / 1e6:.1f} MB"
-        )
+        count, megabytes = had.table_count, had.byte_count / 1e6
+        of_tables = f"; it had {count} tables, for which the servers had up to {megabytes:.1f} MB"
+        output.say(f"run '{run}' is removed{of_tables if count else ''}")
         return 0
 
     reported(remove)
