@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from ps_core.tables.optimizers import OptimizerKind
 from ps_core.tables.table import Table
 from ps_runtime.cluster import kept_values
 from ps_runtime.grpc.channels import aio_channel
-from ps_runtime.grpc.errors import error_from_proto, from_rpc_error
+from ps_runtime.grpc.errors import error_from_proto, from_rpc_error, has_expired_unheard
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, types_pb2
 
 _DEADLINE_S = 60.0
@@ -96,7 +96,9 @@ class _Reading:
                     address = addresses[assignment.primary]
                     if address not in channels:
                         channels[address] = await stack.enter_async_context(aio_channel(address))
-                    shard = _Shard(table, assignment, f"{where} at {address}", channels[address])
+                    backups = tuple(addresses[b] for b in assignment.backups if b in addresses)
+                    at = f"{where} at {address}"
+                    shard = _Shard(table, assignment, at, backups, channels[address])
                     if table.spec.rows is None:
                         async for value in self._values(shard):
                             self.blocks[table.spec.name, value.block] = value.payload
@@ -144,23 +146,32 @@ class _Reading:
         try:
             async for response in stub.Pull(request, timeout=_DEADLINE_S):
                 if response.HasField("error"):
-                    raise _unread(shard, error_from_proto(response.error.error))
+                    refusal = error_from_proto(response.error.error)
+                    raise unread(shard.where, shard.backups, refusal)
                 yield response.block
         except grpc.RpcError as failure:
-            raise _unread(shard, from_rpc_error(failure)) from failure
+            raise unread(shard.where, shard.backups, from_rpc_error(failure)) from failure
 
 
 class _Shard(NamedTuple):
-    """A table in one range, at its primary."""
+    """A table in one range, at its primary. `backups` are the addresses of the others."""
 
     table: Table
     assignment: RangeAssignment
     where: str
+    backups: tuple[str, ...]
     channel: grpc.aio.Channel
 
 
-def _unread(shard: _Shard, error: PushpullError) -> PushpullError:
-    return type(error)(f"{shard.where} cannot be read: {error.message}")
+def unread(where: str, backups: Sequence[str], error: PushpullError) -> PushpullError:
+    """The error of a range that cannot be read. A primary answers nothing while a backup is silent,
+    since that may have taken its place.
+    """
+    why = error.message
+    if backups and has_expired_unheard(error):
+        why = f"no answer came within {_DEADLINE_S:g} s; it takes the servers that back it up too: "
+        why += ", ".join(backups)
+    return type(error)(f"{where} cannot be read: {why}")
 
 
 def _add_rows(table: Table, partition: int, payload: bytes, rows: SpooledRows) -> int:
