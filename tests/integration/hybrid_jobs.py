@@ -152,6 +152,22 @@ def overflow(client: ps.Client, kind: str) -> tuple[list[Tensors], str, Tensors]
     return [before, after], said, trainer.values
 
 
+def freeze(client: ps.Client) -> list[Tensors]:
+    """The values at first, and after a step, of a model whose middle is frozen, and drawn anew by
+    each worker.
+    """
+    model = rated(client, "frozen/users")
+    torch.manual_seed(client.rank)
+    model.middle.reset_parameters()
+    model.middle.requires_grad_(False)
+    local = local_optimizer(p for p in model.parameters() if p.requires_grad)
+    optimizer = ps.HybridOptimizer(client, model, local, name="frozen")
+    found = [values_of(client, model)]
+    loss_of(model, 0, client.rank).backward()
+    optimizer.step()
+    return [*found, values_of(client, model)]
+
+
 def refuse_wrapped(client: ps.Client) -> list[str]:
     """What is said of parameters for the servers that torch's wrappers reduce or shard."""
     ps.HybridOptimizer.init_process_group(client)
@@ -380,6 +396,9 @@ def refuse(client: ps.Client) -> list[str]:
     model = rated(client, "refused/users")
     plain = nn.Linear(2, 2)
     other_order = sorted(model.parameters(), key=lambda p: p.numel() * (1 - 2 * (client.rank == 1)))
+    other_frozen = rated(client, "other frozen/users")
+    if client.rank == 1:
+        del other_frozen.never
 
     def make(module: nn.Module, optimizer: Any, **options: Any) -> object:
         return ps.HybridOptimizer(client, module, optimizer, name="refused", **options)
@@ -402,6 +421,7 @@ def refuse(client: ps.Client) -> list[str]:
         lambda: make(model, local_optimizer(model.parameters()), buffers="mean"),
         lambda: make(model, ps.SGD(lr=0.1)),
         lambda: make(model, local_optimizer(other_order)),
+        lambda: make(other_frozen, local_optimizer([other_frozen.seldom])),
     ]
     return [refused(call) for call in calls]
 

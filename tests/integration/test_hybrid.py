@@ -93,6 +93,14 @@ def test_large_gradients_are_all_reduced(workers: Workers) -> None:
     assert_same({**after, "seldom": after["seldom"].float()}, expected)
 
 
+def test_frozen_layers_begin_as_rank_0_has_them(workers: Workers) -> None:
+    runs = workers.run(jobs.freeze)
+    for values in zip(*runs, strict=True):
+        assert_alike([*values])
+    before, after = runs[0]
+    assert torch.equal(before["middle.weight"], after["middle.weight"])
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["plain", "ddp"])
 def test_what_is_not_finite_at_one_worker_skips_the_step_of_all(
@@ -166,7 +174,7 @@ def test_parameters_may_go_through_the_servers(workers: Workers) -> None:
 
 def test_what_is_wrong_is_refused(workers: Workers) -> None:
     for said in workers.run(jobs.refuse):
-        nothing, both, alone, seldom, buffers, wrong, differing = said
+        nothing, both, alone, seldom, buffers, wrong, differing, frozen = said
         assert "nothing for the servers" in nothing
         assert "parameters of served are optimizer's, too: head.weight, head.bias" in both
         assert "give both or neither" in alone
@@ -177,6 +185,11 @@ def test_what_is_wrong_is_refused(workers: Workers) -> None:
             "parameter 0 of optimizer is 'head.bias', (1,) of torch.float32 at worker 0, and "
             "'middle.weight', (6, 4) of torch.float32 at worker 1; expected the same model, and "
             "the same order, at each"
+        )
+        assert frozen == (
+            "parameter 0 of those that nothing trains is 'never', (2,) of torch.float32 at worker "
+            "0, and 'middle.weight', (6, 4) of torch.float32 at worker 1; expected the same model, "
+            "and the same order, at each"
         )
 
 

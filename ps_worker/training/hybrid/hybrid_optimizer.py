@@ -93,8 +93,8 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     Parameters in DistributedDataParallel, or FSDP2's, are reduced by these while backward runs;
     others by `step`, in one all-reduce for each dtype, float16's in float32. The workers begin
-    with the parameters and buffers of rank 0 (FSDP2's: with their own). Buffers are each worker's
-    own after that.
+    with the parameters and buffers of rank 0, also of layers that nothing trains (FSDP2's: with
+    their own). Buffers are each worker's own after that.
 
     torch's process group is made if there is none. It takes in no worker that comes later, and ends
     when one is gone: then start all workers again, from the last checkpoint. A checkpoint of the
@@ -138,6 +138,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         self._elsewhere = reduced_elsewhere(module)
         self._check_wrapped(served)
         init_process_group(client)
+        self._served = set(served)
         self._check_alike()
         self.servers = _ServedHalf(
             client,
@@ -146,7 +147,6 @@ class HybridOptimizer(torch.optim.Optimizer):
             module=self._module,
             **options,
         )
-        self._served = set(served)
         own = [each for each in self._parameters() if each not in self._elsewhere]
         self._reduced = set(own)
         self._reduction = GradientReduction(own, 1 + 2 * client.world_size, client.world_size)
@@ -255,27 +255,38 @@ class HybridOptimizer(torch.optim.Optimizer):
         names: dict[torch.Tensor, str] = {
             p: plain_name(name) for name, p in self._module.named_parameters()
         }
-        own = [
-            f"'{names.get(each, '?')}', {tuple(each.shape)} of {each.dtype}"
-            for each in self._parameters()
-        ]
-        digest = hashlib.sha256("\n".join(own).encode()).hexdigest()
+        kinds = {
+            "of optimizer": self._parameters(),
+            "of those that nothing trains": self._untrained(),
+        }
+        own = {
+            kind: [f"'{names.get(p, '?')}', {tuple(p.shape)} of {p.dtype}" for p in parameters]
+            for kind, parameters in kinds.items()
+        }
+        digest = hashlib.sha256(repr(own).encode()).hexdigest()
         name = "the parameters of HybridOptimizer"
         if len({*self._client.gather(digest, name=f"the digest of {name}")}) == 1:
             return
-        of_all = self._client.gather(own, name=name)
-        for rank, others in enumerate(of_all):
-            for number, pair in enumerate(itertools.zip_longest(of_all[0], others, fillvalue="")):
-                if pair[0] != pair[1]:
-                    here, there = (each or "none" for each in pair)
+        first, *others = self._client.gather(own, name=name)
+        for kind, (rank, other) in itertools.product(own, enumerate(others, 1)):
+            pairs = itertools.zip_longest(first[kind], other[kind], fillvalue="none")
+            for number, (here, there) in enumerate(pairs):
+                if here != there:
                     raise InvalidConfig(
-                        f"parameter {number} of optimizer is {here} at worker 0, and {there} at "
-                        f"worker {rank}; expected the same model, and the same order, at each"
+                        f"parameter {number} {kind} is {here} at worker 0, and {there} at worker "
+                        f"{rank}; expected the same model, and the same order, at each"
                     )
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for group in self._local.param_groups:
             yield from group["params"]
+
+    def _untrained(self) -> Iterator[torch.Tensor]:
+        """Parameters that neither half has, such as those of frozen layers, but for those that
+        torch's wrappers have.
+        """
+        others = self._served | self._elsewhere | {*self._parameters()}
+        return (each for each in self._module.parameters() if each not in others)
 
     def _share(self) -> None:
         """Have the groups of both halves, for schedules."""
@@ -296,7 +307,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         if self._client.world_size == 1:
             return
         buffers = [buffer for _, buffer in persistent_buffers(self._module)]
-        for tensor in (*own, *(each for each in buffers if not is_sharded(each))):
+        whole = (each for each in buffers if not is_sharded(each))
+        for tensor in (*own, *self._untrained(), *whole):
             distributed.broadcast(tensor.detach(), src=0)
 
     @property
