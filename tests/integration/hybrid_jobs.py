@@ -168,6 +168,26 @@ def freeze(client: ps.Client) -> list[Tensors]:
     return [*found, values_of(client, model)]
 
 
+BUFFERS: dict[str, Callable[[int], torch.Tensor]] = {
+    "columns": lambda of: torch.arange(12.0).add(of).reshape(3, 4)[:, ::2],
+    "expanded": lambda of: torch.tensor([float(of)]).expand(3),
+    "transposed": lambda of: torch.arange(6.0).add(of).reshape(2, 3).t(),
+    "one_number": lambda of: torch.tensor(float(of)),
+    "empty": lambda of: torch.full((0, 2), of),
+    "short": lambda of: torch.full((3,), of, dtype=torch.int16),
+    "true": lambda of: torch.tensor([of == 0]),
+}
+
+
+def hold_buffers(client: ps.Client) -> Tensors:
+    """Buffers of many layouts and dtypes, which each worker begins with others of."""
+    model = rated(client, "with buffers/users")
+    for name, made in BUFFERS.items():
+        model.register_buffer(name, made(client.rank))
+    ps.HybridOptimizer(client, model, local_optimizer(model.parameters()), name="with buffers")
+    return {name: model.get_buffer(name) for name in BUFFERS}
+
+
 def refuse_wrapped(client: ps.Client) -> list[str]:
     """What is said of parameters for the servers that torch's wrappers reduce or shard."""
     ps.HybridOptimizer.init_process_group(client)

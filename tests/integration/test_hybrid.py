@@ -101,6 +101,12 @@ def test_frozen_layers_begin_as_rank_0_has_them(workers: Workers) -> None:
     assert torch.equal(before["middle.weight"], after["middle.weight"])
 
 
+def test_buffers_of_any_layout_and_dtype_begin_as_rank_0_has_them(workers: Workers) -> None:
+    """Torch's process groups refuse some, and of others send memory beside them."""
+    expected = {name: made(0) for name, made in jobs.BUFFERS.items()}
+    assert_alike([expected, *workers.run(jobs.hold_buffers)])
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["plain", "ddp"])
 def test_what_is_not_finite_at_one_worker_skips_the_step_of_all(

@@ -57,7 +57,7 @@ from ps_worker.training.clipping import multiply_gradients
 from ps_worker.training.distributed_optimizer import DistributedOptimizer
 from ps_worker.training.embedding import has_embeddings
 from ps_worker.training.hybrid.imported_half import take_imported
-from ps_worker.training.hybrid.workers_half import WorkersHalf
+from ps_worker.training.hybrid.workers_half import WorkersHalf, write_into
 from ps_worker.training.local_optimizer import check_shared, local_state
 from ps_worker.training.module_buffers import persistent_buffers
 from ps_worker.training.tables.inspection import is_finite
@@ -309,7 +309,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         buffers = [buffer for _, buffer in persistent_buffers(self._module)]
         whole = (each for each in buffers if not is_sharded(each))
         for tensor in (*own, *self._untrained(), *whole):
-            distributed.broadcast(tensor.detach(), src=0)
+            _begin_as_rank_0(tensor.detach())
 
     @property
     def clock(self) -> int:
@@ -564,6 +564,16 @@ class _OpenStep:
     is_decided: bool = False
     is_taken: bool = False
     refusal: InvalidConfig | None = None
+
+
+def _begin_as_rank_0(tensor: torch.Tensor) -> None:
+    """Write rank 0's values into a tensor, as bytes: torch's process groups lack some dtypes, and
+    of strided tensors send other memory.
+    """
+    values = tensor.contiguous()
+    distributed.broadcast(values.view(-1).view(torch.uint8), src=0)
+    if values.data_ptr() != tensor.data_ptr():
+        write_into(tensor, values)
 
 
 def _comparable(value: object) -> object:

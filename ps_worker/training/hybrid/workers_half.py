@@ -95,7 +95,7 @@ class WorkersHalf:
         self._check(state)
         own, saved = self._tensors(), state["tensors"]
         for name, tensor in own.items():
-            tensor.copy_(saved[name])
+            write_into(tensor, saved[name])
         self.optimizer.load_state_dict(_placed(state["optimizer"], self.optimizer))
         self.restored.keep(state["optimizer"]["param_groups"])
         self.on_load()
@@ -123,6 +123,12 @@ class WorkersHalf:
                 f"step {state['clock']}: it was saved too late; expected an earlier checkpoint "
                 "(pushpull checkpoint list), or save points at each step"
             )
+
+
+def write_into(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values into a tensor, also an expanded one, whose places share memory."""
+    own = *(slice(None if stride else 1) for stride in tensor.stride()), ...
+    tensor[own].copy_(values[own])
 
 
 def check_shards(where: str, came: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
