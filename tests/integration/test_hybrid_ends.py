@@ -245,6 +245,39 @@ def test_a_step_with_a_wrong_setting_is_refused_before_anything_of_it_is_taken()
         assert (optimizer.clock, rows.table.clock) == (1, 1)
 
 
+def test_a_step_with_a_sparse_gradient_is_refused_before_anything_of_it_is_taken() -> None:
+    """One of the workers' half, as of `nn.Embedding(sparse=True)`, and one of the servers'."""
+    with ps.local_cluster(servers=1, workers=1) as cluster, ps.connect(cluster.address) as client:
+        rows = ps.Embedding(client, "rows", 4, optimizer=ps.SGD(lr=1.0))
+        lookup, head = torch.nn.Embedding(3, 4, sparse=True), torch.nn.Linear(4, 1)
+        model = torch.nn.ModuleDict({"rows": rows, "small": lookup, "served": head})
+        optimizer = ps.HybridOptimizer(
+            client,
+            model,
+            torch.optim.SGD(lookup.parameters(), lr=0.1),
+            served=head.parameters(),
+            server_optimizer=ps.SGD(lr=0.1),
+        )
+        small, served = lookup.weight, head.weight
+        before = small.detach().clone()
+        head(rows(torch.arange(3)) + lookup(torch.arange(3))).sum().backward()
+        assert small.grad is not None
+        assert served.grad is not None
+        with pytest.raises(ps.InvalidTensor, match=r"gradient of 'small.weight' is torch.sparse"):
+            optimizer.step()
+        small.grad = small.grad.to_dense()
+        dense = served.grad
+        served.grad = dense.to_sparse()
+        with pytest.raises(ps.InvalidTensor, match=r"gradient of 'served.weight' is torch.sparse"):
+            optimizer.step()
+        assert torch.equal(small.detach(), before)
+        assert (optimizer.clock, rows.table.clock) == (0, 0)
+        served.grad = dense
+        optimizer.step()
+        torch.testing.assert_close(small.detach(), before - 0.1 * small.grad)
+        assert (optimizer.clock, rows.table.clock) == (1, 1)
+
+
 def test_a_loss_scale_does_not_outlive_a_step_that_raises() -> None:
     """Of one that is interrupted, and one that is refused after `unscale_`, both given up."""
     with ps.local_cluster(servers=1, workers=1) as cluster, ps.connect(cluster.address) as client:

@@ -200,7 +200,7 @@ class WorkerGroup:
             )
         for entry in (entry for table in tables for entry in table.layout.placed):
             if entry.tensor.grad is not None:
-                check_dense(entry, entry.tensor.grad)
+                check_dense(entry.name, entry.tensor, entry.tensor.grad)
         problem = ""
         if not scale.skip and not self._may_be_infinite:
             problem = next(filter(None, (table.non_finite_gradient() for table in tables)), "")

@@ -61,6 +61,7 @@ from ps_worker.training.hybrid.workers_half import WorkersHalf, write_into
 from ps_worker.training.local_optimizer import check_shared, local_state
 from ps_worker.training.module_buffers import persistent_buffers
 from ps_worker.training.tables.inspection import is_finite
+from ps_worker.training.tables.staging import check_dense
 from ps_worker.training.tables.step_scale import StepScale, amp_scale_of, forgets_scale
 
 _SHOWN_COUNT = 5
@@ -347,7 +348,8 @@ class HybridOptimizer(torch.optim.Optimizer):
 
         Raises:
             InvalidTensor: a gradient is not finite at some worker, or beyond what its codec can
-                hold (fp16); all have skipped the step.
+                hold (fp16); all have skipped the step. Or one is sparse at this worker, which has
+                taken nothing of the step: the others wait for its next call.
             InvalidConfig: `GradScaler.unscale_` was called, which does not reach rows; or there are
                 more rows of one partition than a message takes, and nothing of the step was taken,
                 so that the others wait for the next call; or the workers have other learning
@@ -378,9 +380,11 @@ class HybridOptimizer(torch.optim.Optimizer):
         worker_count = self._client.world_size
         problem = "" if scale.skip or self._may_be_infinite else scale.told(self._problem())
         served = self.servers.trained_model
-        for rows in served.rows:  # before the others count on the step
+        self._check_dense()  # like all that follows, before the others count on the step
+        for rows in served.rows:
             rows.check_step(is_skipped=scale.skip or bool(problem))
         for table in served.tables:
+            table.check_parameters()
             served.hyperparameters(table, self.servers.param_groups)
         control = [0.0] * (1 + 2 * worker_count)
         control[0] = float(scale.skip)
@@ -497,6 +501,12 @@ class HybridOptimizer(torch.optim.Optimizer):
             return f"the gradient of {found}"
         found = served.non_finite_rows()
         return found or next(filter(None, (t.beyond_codec() for t in served.tables)), "")
+
+    def _check_dense(self) -> None:
+        """Raises InvalidTensor if a gradient that the workers reduce is sparse."""
+        for name, parameter in self._module.named_parameters():
+            if parameter in self._reduced and parameter.grad is not None:
+                check_dense(plain_name(name), parameter, parameter.grad)
 
     def _not_finite(self, parameters: AbstractSet[torch.Tensor]) -> str:
         """The first of these whose gradient is not finite, in words; empty if all are."""

@@ -36,7 +36,7 @@ import torch
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.tables.elements import pack_presence
 from ps_core.tables.table import Table
-from ps_worker.spec.flat_layout import TORCH_DTYPE, FlatLayout, PlacedTensor
+from ps_worker.spec.flat_layout import TORCH_DTYPE, FlatLayout
 from ps_worker.spec.values import BlockValues, Raw
 from ps_worker.training.tables.device_copies import (
     Arrival,
@@ -171,12 +171,12 @@ def check_as_given(handle: TableHandle, layout: FlatLayout, now: FlatBuffer) -> 
             )
 
 
-def check_dense(entry: PlacedTensor, gradient: torch.Tensor) -> None:
+def check_dense(name: str, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
     """Raises InvalidTensor if the gradient of a parameter is sparse, or of another shape."""
-    if gradient.layout is not torch.strided or gradient.shape != entry.tensor.shape:
+    if gradient.layout is not torch.strided or gradient.shape != tensor.shape:
         raise InvalidTensor(
-            f"the gradient of '{entry.name}' is {gradient.layout} of shape "
-            f"{tuple(gradient.shape)}; expected a dense one of {tuple(entry.tensor.shape)}. The "
+            f"the gradient of '{name}' is {gradient.layout} of shape "
+            f"{tuple(gradient.shape)}; expected a dense one of {tuple(tensor.shape)}. The "
             "step was not taken: give the parameter such a gradient (nn.Embedding without "
             "sparse=True), or none, and call step() again"
         )
@@ -409,7 +409,8 @@ class GradientStaging:
             gradient = self.layout.placed[index].tensor.grad
             if gradient is None:
                 continue  # it has gone since it was gathered
-            check_dense(self.layout.placed[index], gradient)
+            entry = self.layout.placed[index]
+            check_dense(entry.name, entry.tensor, gradient)
             self._parameters[index].is_present = True
             for block in self._parameters[index].blocks:
                 self._blocks[block].is_changed = True

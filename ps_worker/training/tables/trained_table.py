@@ -303,7 +303,7 @@ class TrainedTable:
                 )
             gradient = None if self._pushes_moves else entry.tensor.grad
             if gradient is not None:
-                check_dense(entry, gradient)
+                check_dense(entry.name, entry.tensor, gradient)
 
     # --- edits
 
