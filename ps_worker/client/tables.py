@@ -320,8 +320,9 @@ class ClientTables:
         is_complete: Callable[[list[TableSpec]], bool],
         timeout_s: float | None = None,
     ) -> list[TableHandle]:
-        """Open all tables whose names begin with `prefix`, once `is_complete`, called on the
-        background thread, says that they are all, or after `timeout_s`.
+        """Open all tables whose names begin with `prefix`, but for those of rows, once
+        `is_complete`, called on the background thread, says that they are all, or after
+        `timeout_s`.
         """
         deadline_s = self._opens_within_s(timeout_s)
         found = self._connection.asked(self._found(prefix, is_complete, deadline_s), deadline_s)
@@ -331,7 +332,8 @@ class ClientTables:
         self, prefix: str, is_complete: Callable[[list[TableSpec]], bool], deadline_s: float
     ) -> list[Table]:
         def found(view: ClusterView) -> list[Table]:
-            return [table for table in view.tables if table.spec.name.startswith(prefix)]
+            named = (table for table in view.tables if table.spec.name.startswith(prefix))
+            return [table for table in named if table.spec.rows is None]
 
         end_s = now_s() + deadline_s
         with contextlib.suppress(WaitExpired):

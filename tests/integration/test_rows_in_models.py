@@ -111,6 +111,20 @@ def test_one_step_is_of_both(client: ps.Client, cache_rows: int) -> None:
     assert len(optimizer.results) == 2
 
 
+def test_a_reader_pulls_a_model_whose_rows_have_its_name(client: ps.Client) -> None:
+    """As `checkpoint export --prefix` wants them to."""
+    model = tastes(client, "pulled/users")
+    optimizer = ps.DistributedOptimizer(client, model, ps.SGD(lr=0.1), name="pulled")
+    loss_of(model, 0).backward()
+    optimizer.step()
+    [address] = client.connection.config.scheduler
+    with ps.connect(address, role="reader") as reader:
+        read = tastes(reader, "pulled/users")
+        assert ps.pull_model(reader, read, "pulled", timeout_s=DEADLINE_S) == 1
+        assert torch.equal(read.head.weight, model.head.weight)
+        assert torch.equal(read(EVERYTHING), model(EVERYTHING))
+
+
 def test_a_module_may_have_nothing_but_embeddings(client: ps.Client) -> None:
     model = ps.Embedding(client, "alone", DIM, optimizer=ps.SGD(lr=0.1), seed=2)
     twin = nn.Embedding(IDS, DIM)
