@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Unpack, cast
+from typing import Any, Self, Unpack, cast
 
 import numpy as np
 import torch
@@ -141,6 +141,7 @@ class Embedding(torch.nn.Module):
         self.trained = TrainedRows(client, self.table)
         self._ahead: deque[_Ahead] = deque()
         self._zeroed_at = (-1, 0)  # the steps before the last `zero_grad`
+        self._is_frozen = False
 
     @property
     def hyperparameters(self) -> dict[str, float]:
@@ -231,10 +232,19 @@ class Embedding(torch.nn.Module):
             # The time of a prefetch began before the last step.
             pulled = self._pulls.finish(self._pulls.start(batch, self.table.clock))
         rows = torch.from_numpy(pulled).to(device)
-        if torch.is_grad_enabled() and not self._client.is_reader:
+        if torch.is_grad_enabled() and not (self._is_frozen or self._client.is_reader):
             self.trained.watch(batch, rows)
         places = torch.from_numpy(batch.places).to(device)
         return places.reshape(lookup.ids.shape), rows
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze the rows, or unfreeze them, for forward passes from now on. `requires_grad_` of a
+        module around this one does not reach them, since they are no parameters.
+
+        Blocking: no.
+        """
+        self._is_frozen = not requires_grad
+        return super().requires_grad_(requires_grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients since the last step.

@@ -16,6 +16,7 @@ from torch import nn
 
 import ps_worker as ps
 from ps_core import limits
+from pushpull.jagged import EmbeddingBagConfig, KeyedJaggedTensor
 from tests.integration.lane_cluster import lane_cluster, until
 from tests.integration.replicated_cluster import replicated_cluster
 
@@ -142,6 +143,29 @@ def test_a_module_may_have_nothing_but_embeddings(client: ps.Client) -> None:
     assert optimizer.clock == model.table.clock == 3
     saved = optimizer.state_dict()
     optimizer.load_state_dict(saved)
+
+
+def test_rows_are_frozen_and_unfrozen(client: ps.Client) -> None:
+    model = tastes(client, "frozen/users")
+    twin = twin_of(model)
+    optimizer = ps.DistributedOptimizer(client, model, ps.SGD(lr=0.1), name="frozen")
+    reference = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for step in range(4):
+        for each, chosen in ((model, optimizer), (twin, reference)):
+            each.users.requires_grad_(step % 2 == 1)
+            chosen.zero_grad()
+            loss_of(each, step).backward()
+            chosen.step()
+    assert_same(model, twin)
+
+
+def test_a_collection_is_frozen_whole(client: ps.Client) -> None:
+    tables = [EmbeddingBagConfig(name="frozen ids", embedding_dim=DIM)]
+    bags = ps.EmbeddingBagCollection(client, tables, optimizer=ps.SGD(lr=0.1))
+    ids, lengths = torch.arange(3), torch.ones(3, dtype=torch.int64)
+    batch = KeyedJaggedTensor.from_lengths_sync(["frozen ids"], ids, lengths)
+    assert not bags.requires_grad_(False)(batch).values().requires_grad
+    assert bags.requires_grad_()(batch).values().requires_grad
 
 
 def test_a_gradient_that_was_cleared_is_not_pushed(client: ps.Client) -> None:

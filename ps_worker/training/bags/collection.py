@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, Unpack
+from typing import Any, Protocol, Self, Unpack
 
 import torch
 from torch import Tensor
@@ -162,6 +162,15 @@ class EmbeddingBagCollection(torch.nn.Module):
         """
         for bag, of in zip(self._each(), self._bags_of(features), strict=True):
             bag.prefetch(of.ids)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze the rows of all tables, or unfreeze them, as `Embedding.requires_grad_`.
+
+        Blocking: no.
+        """
+        for bag in self._each():
+            bag.requires_grad_(requires_grad)
+        return super().requires_grad_(requires_grad)
 
     def _each(self) -> list[EmbeddingBag]:
         return [each for each in self._bags if isinstance(each, EmbeddingBag)]
