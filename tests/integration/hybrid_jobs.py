@@ -420,6 +420,8 @@ def refuse(client: ps.Client) -> list[str]:
     if client.rank == 1:
         del other_frozen.never
 
+    bounded = nn.ModuleDict({"rows": model, "small": nn.Embedding(3, 2, max_norm=1.0)})
+
     def make(module: nn.Module, optimizer: Any, **options: Any) -> object:
         return ps.HybridOptimizer(client, module, optimizer, name="refused", **options)
 
@@ -442,6 +444,7 @@ def refuse(client: ps.Client) -> list[str]:
         lambda: make(model, ps.SGD(lr=0.1)),
         lambda: make(model, local_optimizer(other_order)),
         lambda: make(other_frozen, local_optimizer([other_frozen.seldom])),
+        lambda: make(bounded, local_optimizer(bounded["small"].parameters())),
     ]
     return [refused(call) for call in calls]
 

@@ -180,7 +180,7 @@ def test_parameters_may_go_through_the_servers(workers: Workers) -> None:
 
 def test_what_is_wrong_is_refused(workers: Workers) -> None:
     for said in workers.run(jobs.refuse):
-        nothing, both, alone, seldom, buffers, wrong, differing, frozen = said
+        nothing, both, alone, seldom, buffers, wrong, differing, frozen, bounded = said
         assert "nothing for the servers" in nothing
         assert "parameters of served are optimizer's, too: head.weight, head.bias" in both
         assert "give both or neither" in alone
@@ -197,6 +197,7 @@ def test_what_is_wrong_is_refused(workers: Workers) -> None:
             "0, and 'middle.weight', (6, 4) of torch.float32 at worker 1; expected the same model, "
             "and the same order, at each"
         )
+        assert "'small' has a max_norm, by which each worker's forward pass changes" in bounded
 
 
 def test_what_wrappers_reduce_or_shard_is_not_for_the_servers(workers: Workers) -> None:

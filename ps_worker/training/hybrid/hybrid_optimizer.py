@@ -106,7 +106,8 @@ class HybridOptimizer(torch.optim.Optimizer):
     Raises:
         InvalidConfig: there is nothing for the servers to train; or a parameter is in both halves;
             or one of `served` is in one of torch's wrappers; or the process group is not the
-            cluster's workers; or workers have other parameters, or another order of them.
+            cluster's workers; or workers have other parameters, or another order of them; or
+            several keep the weight of a torch lookup with `max_norm`.
         InvalidCheckpoint: the checkpoint that the cluster goes on from has other parameters, or
             none of the workers', or those of another step.
     """
@@ -136,6 +137,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 raise InvalidConfig(f"HybridOptimizer has no {name}=")
         options["buffers"] = None
         self._check(served, server_optimizer)
+        self._check_bounded()
         self._elsewhere = reduced_elsewhere(module)
         self._check_wrapped(served)
         init_process_group(client)
@@ -237,6 +239,20 @@ class HybridOptimizer(torch.optim.Optimizer):
                 f"parameters of served are optimizer's, too: {listed(both, _SHOWN_COUNT)}; each "
                 "belongs in one of them"
             )
+
+    def _check_bounded(self) -> None:
+        """Refuse torch's lookups with `max_norm` whose weights several workers keep."""
+        local = set(self._parameters())
+        for name, module in self._module.named_modules():
+            is_lookup = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            if not is_lookup or module.max_norm is None or module.weight not in local:
+                continue
+            if self._client.world_size > 1:
+                raise InvalidConfig(
+                    f"'{plain_name(name)}' has a max_norm, by which each worker's forward pass "
+                    "changes the rows of its own batch, so that the workers' parameters would "
+                    "part; expected none, or ps.Embedding"
+                )
 
     def _check_wrapped(self, served: list[nn.Parameter]) -> None:
         """Refuse served parameters that torch's wrappers reduce or shard."""
