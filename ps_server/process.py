@@ -534,7 +534,7 @@ async def _watch_memory(shards: Shards) -> None:
     """Tell now and then how much memory tables take, and the machine has left, for new rows."""
     while True:
         if shards.has_rows:
-            shards.row_memory.measured(shards.memory_use)
+            shards.look_at_memory()
             left_bytes = await asyncio.to_thread(capacity.available_bytes)
             shards.row_memory.measured_left(left_bytes)
         await asyncio.sleep(_MEMORY_LOOK_S)

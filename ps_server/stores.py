@@ -134,6 +134,13 @@ class Shards:
             MemoryUse(),
         )
 
+    def look_at_memory(self) -> None:
+        """Measure what tables take, for new rows; try the disk of rows again, if it failed."""
+        self.row_memory.measured(self.memory_use)
+        tier = self.row_memory.tier
+        if tier is not None and tier.failure is not None:
+            any(each.try_disk() for each in self.stores.values() if isinstance(each, RowStore))
+
     @property
     def row_count(self) -> int:
         """The rows of all tables."""

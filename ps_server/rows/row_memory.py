@@ -96,10 +96,11 @@ class RowMemory:
         """Raise TableFull if so many new rows find no space."""
         refusal = self._refusal(row_count * row_bytes)
         if refusal:
+            disk_failed = self.tier is not None and self.tier.failure is not None
             raise TableFull(
                 f"table '{table}' has no space for {row_count} new rows of {row_bytes} bytes: "
-                f"{refusal}; expected fewer rows, or a checkpoint restored on more or larger "
-                "servers"
+                f"{refusal}; expected {'space on that disk, ' if disk_failed else ''}fewer rows, "
+                "or a checkpoint restored on more or larger servers"
             )
 
     def _refusal(self, byte_count: int) -> str:

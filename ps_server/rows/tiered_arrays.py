@@ -365,7 +365,21 @@ class TieredArrays:
             self._put_frames(_POSITION, frames[same], -1)
         self._file.end(transfer)
 
+    def try_disk(self) -> bool:
+        """Take what the disk has done, and write some rows to it, whether memory lacks space or
+        not; False if there are none.
+        """
+        self._end_transfers()
+        if self._tier.failure is not None and self._frame_count and not self._writes:
+            self._give_up(max(1, self._written_count))
+        return bool(self._writes)
+
     # --- frames
+
+    @property
+    def _written_count(self) -> int:
+        """Rows that are written together."""
+        return min(self._frame_count // _WRITTEN_SHARE, _MOST_WRITTEN_COUNT)
 
     def _take(self, count: int) -> Numbers:
         """Free frames, or more of them."""
@@ -410,8 +424,7 @@ class TieredArrays:
             self._grow(more)
             lacking -= more
         if lacking > 0:
-            written_count = min(self._frame_count // _WRITTEN_SHARE, _MOST_WRITTEN_COUNT)
-            self._give_up(max(lacking, written_count))
+            self._give_up(max(lacking, self._written_count))
 
     def _shrink(self, count: int) -> None:
         """Give back the last frames, whose rows move to others, which are free."""

@@ -45,6 +45,7 @@ from ps_server.rows.row_kernels import Numbers
 from ps_server.rows.row_memory import RowMemory
 from ps_server.rows.row_partition import RowPartition
 from ps_server.rows.row_retention import COUNT, MOST, TALLY, UPDATED
+from ps_server.rows.tiered_arrays import TieredArrays
 from ps_server.values.mutations import SentAccumulator
 from ps_server.values.row_gradients import (
     RowAccumulator,
@@ -235,6 +236,15 @@ class RowStore:
             self.memory.check(self._name, len(new), CANDIDATE_BYTES)
             missing = missing[candidates.admits(missing)]
         self.memory.check(self._name, len(missing), self._made_bytes)
+
+    def try_disk(self) -> bool:
+        """Write some rows to a disk that took none, which may have space again: new rows are
+        refused until it takes some. False if nothing is written.
+        """
+        if self._file is None or self._loaded:
+            return False
+        arrays = (each.arrays for each in self._partitions.values())
+        return any(isinstance(each, TieredArrays) and each.try_disk() for each in arrays)
 
     def _check_ids(self, block: int, ids: Ids) -> None:
         """Check that they live in this partition."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +16,20 @@ from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import RowsSpec, TableSpec
 from ps_runtime.system.capacity import available_bytes, memory_bytes
+from ps_server.lane.lane_socket import SharedLanes
 from ps_server.ranges.events import PushEvent, SealEvent, SealTerms
 from ps_server.ranges.range_machine import RangeMachine
 from ps_server.ranges.range_state import RangeState
 from ps_server.ranges.staging_memory import TableStaging
 from ps_server.rows.row_arrays import MemoryUse
 from ps_server.rows.row_memory import INDEX_BYTES, RowMemory
+from ps_server.rows.row_tier import RowTier
+from ps_server.stores import Shards
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore
 from ps_server.values.update_arithmetic import Terms
-from tests.row_audits import read_rows
+from tests.deferred_disk import DeferredDisk
+from tests.row_audits import audit_store, read_rows
 from tests.unit.machine_harness import PLACE, Bench
 from tests.unit.test_machine_cores import a_system
 
@@ -47,6 +52,12 @@ def push(store: RowStore, ids: range) -> None:
     at_once(store.applying(store.take(1), Terms(1, (), 1)))
 
 
+def push_for_ever(store: RowStore) -> None:
+    """Rows that are new, ten in each push."""
+    for begin in itertools.count(step=10):
+        push(store, range(begin, begin + 10))
+
+
 def test_a_server_takes_as_many_rows_as_it_may() -> None:
     memory = RowMemory(100 * ROW_BYTES)
     store = store_of(memory)
@@ -62,6 +73,33 @@ def test_a_server_takes_as_many_rows_as_it_may() -> None:
     memory.measured(MemoryUse(store.state_bytes))
     assert store.state_bytes <= 101 * ROW_BYTES + 4096
     assert read_rows(store, 0, np.array([500], np.uint64).tobytes()).nbytes == 4 * LENGTH
+
+
+def test_new_rows_are_taken_again_when_the_disk_has_space_again() -> None:
+    """Nobody pulls or pushes the rows that are there: the server tries the disk by itself."""
+    disk = DeferredDisk("space again")
+    memory = RowMemory(100 * ROW_BYTES, tier=RowTier(disk, least_frame_count=8))
+    shards = Shards(SharedLanes(), {}, memory)
+    store = store_of(memory)
+    shards.stores[TableId(1), RangeId(0)] = store
+    shards.look_at_memory()
+    disk.full_share = 1.0
+    with pytest.raises(TableFull, match=r"its disk takes no rows .*; expected space on"):
+        push_for_ever(store)
+    new = store.row_count
+    for _ in range(5):
+        shards.look_at_memory()
+        with pytest.raises(TableFull, match="its disk takes no rows"):
+            push(store, range(new, new + 10))
+    disk.full_share = 0.0
+    ids = np.arange(new, dtype=np.uint64).tobytes()
+    before = bytes(read_rows(store, 0, ids))
+    for _ in range(10):  # its operations end late
+        shards.look_at_memory()
+    push(store, range(new, new + 10))
+    assert store.row_count == new + 10
+    assert bytes(read_rows(store, 0, ids)) == before
+    audit_store(store)
 
 
 def test_a_backup_makes_what_its_primary_has_made() -> None:
