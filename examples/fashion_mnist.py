@@ -223,18 +223,25 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def not_negative(text: str) -> int:
+    """The count that an option gives, which may be none."""
+    if int(text) < 0:
+        raise ValueError(text)
+    return int(text)
+
+
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with the four *-ubyte.gz files")
     parser.add_argument(
         "--epochs", type=positive, default=2, help="passes over the training pictures"
     )
-    parser.add_argument("--steps", type=int, default=0, help="steps, instead of epochs")
+    parser.add_argument("--steps", type=not_negative, default=0, help="steps, instead of epochs")
     parser.add_argument(
         "--batch-size", type=positive, default=64, help="pictures a step and worker"
     )
     parser.add_argument(
-        "--hold-out", type=int, default=0, help="training pictures to judge settings by"
+        "--hold-out", type=not_negative, default=0, help="training pictures to judge settings by"
     )
     parser.add_argument("--lr", type=float, default=2e-3, help="the highest learning rate")
     parser.add_argument("--seed", type=int, default=0, help="of the model and the shuffling")

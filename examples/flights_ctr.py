@@ -243,19 +243,26 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def not_negative(text: str) -> int:
+    """The count that an option gives, which may be none."""
+    if int(text) < 0:
+        raise ValueError(text)
+    return int(text)
+
+
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=positive, default=3, help="passes over the flights")
-    parser.add_argument("--steps", type=int, default=0, help="steps, instead of epochs")
+    parser.add_argument("--steps", type=not_negative, default=0, help="steps, instead of epochs")
     parser.add_argument(
         "--batch-size", type=positive, default=1024, help="flights a step, of all workers together"
     )
-    parser.add_argument("--width", type=int, default=8, help="numbers in a row")
-    parser.add_argument("--hidden", type=int, default=64, help="width of the first layer")
+    parser.add_argument("--width", type=positive, default=8, help="numbers in a row")
+    parser.add_argument("--hidden", type=positive, default=64, help="width of the first layer")
     parser.add_argument("--lr", type=float, default=1e-3, help="of the layers, with Adam")
     parser.add_argument("--row-lr", type=float, default=0.05, help="of the rows, with Adagrad")
     parser.add_argument("--rows", default="", help="their consistency, such as asp; the client's")
-    parser.add_argument("--partitions", type=int, default=4, help="of the tables of rows")
+    parser.add_argument("--partitions", type=not_negative, default=4, help="of the tables of rows")
     parser.add_argument("--served", action="store_true", help="the layers on the servers, too")
     parser.add_argument("--seed", type=int, default=0, help="of the model and the shuffling")
     parser.add_argument("--log-every", type=positive, default=100, help="steps between two lines")

@@ -210,17 +210,24 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def not_negative(text: str) -> int:
+    """The count that an option gives, which may be none."""
+    if int(text) < 0:
+        raise ValueError(text)
+    return int(text)
+
+
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=positive, default=4, help="passes over the ratings")
-    parser.add_argument("--steps", type=int, default=0, help="steps, instead of epochs")
+    parser.add_argument("--steps", type=not_negative, default=0, help="steps, instead of epochs")
     parser.add_argument(
         "--batch-size", type=positive, default=1024, help="ratings a step, of all workers together"
     )
-    parser.add_argument("--width", type=int, default=16, help="tastes in a row")
+    parser.add_argument("--width", type=positive, default=16, help="tastes in a row")
     parser.add_argument("--lr", type=float, default=0.1, help="of the rows, with Adagrad")
     parser.add_argument("--decay", type=float, default=0.1, help="weight of the rows' lengths")
-    parser.add_argument("--partitions", type=int, default=4, help="of the tables of rows")
+    parser.add_argument("--partitions", type=not_negative, default=4, help="of the tables of rows")
     parser.add_argument("--seed", type=int, default=0, help="of the rows and the shuffling")
     parser.add_argument("--log-every", type=positive, default=100, help="steps between two lines")
     parser.add_argument("--single", action="store_true", help="plain torch, without a cluster")

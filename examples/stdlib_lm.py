@@ -38,6 +38,8 @@ LEFT_OUT = {"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages
 HELD_OUT_EVERY = 20
 EVALUATION_WINDOW_COUNT = 32
 EVALUATOR_END_S = 60.0
+MEET_EVERY = 10
+"""Steps after which workers tell each other whether --minutes are over."""
 
 
 class ByteModel(nn.Module):
@@ -114,6 +116,18 @@ def server_optimizer(arguments: Namespace) -> ps.Adam | ps.Add | ps.Outer:
     return ps.Add(adam) if arguments.push_updates else ps.Adam(lr=arguments.lr)
 
 
+def is_over(arguments: Namespace, client: ps.Client | None, step: int, end_s: float) -> bool:
+    """True when --minutes are over. Where steps wait for other workers, all end with the same step:
+    else one would wait in `synchronize` for those who wait for its next step.
+    """
+    is_my_end = time.monotonic() >= end_s
+    if client is None or arguments.minutes is None or client.consistency.mode.value == "asp":
+        return is_my_end
+    if step % (arguments.inner_steps or MEET_EVERY):
+        return False
+    return bool(client.all_reduce(int(is_my_end), "max"))
+
+
 def train(arguments: Namespace, client: ps.Client | None) -> None:
     rank, world_size = (client.rank, client.world_size) if client else (0, 1)
     text = training_text(rank, world_size, arguments.megabytes << 20)
@@ -141,7 +155,7 @@ def train(arguments: Namespace, client: ps.Client | None) -> None:
             client.report(loss=loss.item(), planned_steps=planned)
         if rank == 0 and step % arguments.log_every == 0:
             print(f"step {step}: training perplexity {math.exp(loss.item()):.2f}")
-        if time.monotonic() >= end_s:
+        if is_over(arguments, client, step, end_s):
             break
     if isinstance(optimizer, ps.DistributedOptimizer):
         optimizer.synchronize()  # inner steps since the last exchange, if there are any
@@ -203,11 +217,18 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def not_negative(text: str) -> int:
+    """The count that an option gives, which may be none."""
+    if int(text) < 0:
+        raise ValueError(text)
+    return int(text)
+
+
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="steps to take")
+    parser.add_argument("--steps", type=not_negative, default=300, help="steps to take")
     parser.add_argument("--minutes", type=float, help="minutes to train, instead of --steps")
-    parser.add_argument("--width", type=int, default=256, help="of the LSTM's memory")
+    parser.add_argument("--width", type=positive, default=256, help="of the LSTM's memory")
     parser.add_argument("--length", type=positive, default=96, help="bytes of a window")
     parser.add_argument("--batch-size", type=positive, default=16, help="windows a step and worker")
     parser.add_argument("--lr", type=float, default=3e-3, help="Adam's learning rate")
@@ -218,7 +239,7 @@ def parse_arguments() -> Namespace:
     )
     parser.add_argument(
         "--inner-steps",
-        type=int,
+        type=not_negative,
         default=0,
         help="steps of Adam at each worker between two exchanges (ps.Outer, DiLoCo)",
     )

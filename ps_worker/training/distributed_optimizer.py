@@ -610,7 +610,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Pull the same parameters at every worker, with every step of all workers in them: a model
         to evaluate or to save under SSP and ASP. All workers call it, each after its own last step,
-        or between two steps; training goes on after it. Buffers on the servers come with them.
+        or between two; under BSP and SSP after as many steps, inner ones too: one that takes more
+        waits for those in this call, and they for it. Buffers on the servers come with them.
 
         Under BSP parameters are the same after each step anyway; with `Outer` after each outer
         step, and this takes one early, or several, until the servers have all inner steps. With

@@ -8,12 +8,15 @@ import runpy
 import struct
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import pushpull as ps
 from tests.integration.command_line import ROOT, environment, run_warm
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.slow]
@@ -74,9 +77,13 @@ def test_a_folder_without_the_pictures_is_refused_by_name(
         ("fashion_mnist", ("--batch-size", "-1"), "argument --batch-size: invalid positive value"),
         ("stdlib_lm", ("--batch-size", "0"), "argument --batch-size: invalid positive value: '0'"),
         ("stdlib_lm", ("--length", "2000000", "--megabytes", "1"), "--length is a window of"),
+        ("stdlib_lm", ("--steps", "-1"), "argument --steps: invalid not_negative value: '-1'"),
+        ("movielens", ("--steps", "-1"), "argument --steps: invalid not_negative value: '-1'"),
+        ("flights_ctr", ("--steps", "-1"), "argument --steps: invalid not_negative value: '-1'"),
+        ("fashion_mnist", ("--steps", "-1"), "argument --steps: invalid not_negative value: '-1'"),
     ],
 )
-def test_a_batch_that_the_data_cannot_fill_is_refused(
+def test_an_option_that_nothing_can_be_done_with_is_refused(
     example: str, arguments: tuple[str, ...], expected: str
 ) -> None:
     """Before the worker joins, where the number of workers does not matter."""
@@ -113,6 +120,28 @@ def test_an_evaluator_reads_consistent_parameters_beside_the_training() -> None:
     )
     assert reached is not None, found.stdout
     assert 1 < float(reached.group(1)) < 256
+
+
+@pytest.mark.parametrize(("consistency", "inner_steps"), [("bsp", 0), ("ssp:2", 0), ("bsp", 7)])
+def test_workers_whose_minutes_end_apart_end_training_together(
+    consistency: str, inner_steps: int
+) -> None:
+    """One that ended first waited in `synchronize`, and the other for its next step."""
+    example = runpy.run_path(str(ROOT / "examples" / "stdlib_lm.py"))
+    given = {
+        "width": 8, "length": 8, "batch_size": 2, "megabytes": 1, "lr": 3e-3, "seed": 0,
+        "push_updates": False, "inner_steps": inner_steps, "outer_lr": 0.7, "outer_momentum": 0.5,
+        "clip": 1.0, "log_every": 1000, "steps": 0,
+    }  # fmt: skip
+
+    def train(seconds: float) -> int:
+        with ps.connect(cluster.address, consistency=consistency, request_deadline_s=10) as client:
+            example["train"](Namespace(**{**given, "minutes": seconds / 60}), client)
+            return client.progress().step_count
+
+    with ps.local_cluster(workers=2) as cluster, ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(train, (0.3, 1.3))
+    assert first == second > 0
 
 
 @pytest.mark.thorough
