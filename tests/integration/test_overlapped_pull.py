@@ -42,6 +42,14 @@ class Plain(nn.Sequential):
         )
 
 
+class Hollow(Plain):
+    """Its first parameter is without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0))
+
+
 class Keeping(nn.Linear):
     """Reads its parameters from a list of its own."""
 
@@ -159,7 +167,7 @@ def in_both_ways(clients: list[ps.Client], name: str, make: Any, **options: Any)
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "make",
-    [Recurrent, *(pytest.param(each, marks=pytest.mark.thorough) for each in (Plain, Attending))],
+    [Recurrent, Hollow, *(pytest.param(m, marks=pytest.mark.thorough) for m in (Plain, Attending))],
 )
 def test_all_reads_get_the_bits_that_they_get_without_it(
     clients: list[ps.Client], make: Callable[[], nn.Module]

@@ -101,7 +101,7 @@ class AwaitedValues:
         self._client.wait_all([piece.ticket for piece in pieces])
         for piece in pieces:
             self._bring_unchanged(piece)
-        come = pieces[-1].region.end
+        come = pieces[-1].region.end if pieces else 0  # none, if it is without elements
         with uninterrupted(), torch.no_grad():
             ready = [each for each in self._unwritten if placed[each].end <= come]
             changed = self._written.changed_since_sealed(ready)
