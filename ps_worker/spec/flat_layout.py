@@ -19,7 +19,7 @@ import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -144,7 +144,9 @@ def named_groups(
         raise InvalidConfig("expected parameters; got an empty list")
     groups = entries if entries and isinstance(entries[0], Mapping) else [{"params": entries}]
     known, positions = _names_in(module), itertools.count()
-    return [_named_group(group, known, positions) for group in groups]
+    named = [_named_group(group, known, positions) for group in groups]
+    check_own_memory(_named_parameters(named))
+    return named
 
 
 def named_group(
@@ -152,6 +154,62 @@ def named_group(
 ) -> dict[str, Any]:
     """A group that is added later, as in `named_groups`; `position` parameters come before it."""
     return _named_group(group, _names_in(module), itertools.count(position))
+
+
+class _Span(NamedTuple):
+    """A tensor's memory."""
+
+    device: str
+    begin: int
+    end: int
+    kind: str
+    name: str
+    is_trained: bool
+
+
+def check_own_memory(
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
+) -> None:
+    """Refuse parameters that share memory with one another, or, if `buffers` are given, with these:
+    the servers would keep several values of it, and each that is pulled would overwrite the others.
+    """
+    named = [("parameter", *each) for each in parameters]
+    named += [("buffer", *each) for each in buffers or ()]
+    once = {(kind, id(tensor)): (kind, name, tensor) for kind, name, tensor in named}
+    spans = sorted(span for each in once.values() if (span := _span_of(*each)) is not None)
+    for one, other in itertools.pairwise(spans):
+        is_shared = one.device == other.device and other.begin < one.end
+        has_buffer = "buffer" in {one.kind, other.kind}
+        if not is_shared or has_buffer is (buffers is None):
+            continue
+        if not (one.is_trained or other.is_trained):  # they keep their one value
+            continue
+        remedy = (
+            "register the buffer with persistent=False, or choose buffers=None" if has_buffer else
+            "tie them as one Parameter (decoder.weight = encoder.weight)"
+        )  # fmt: skip
+        raise InvalidConfig(
+            f"{one.kind} '{one.name}' and {other.kind} '{other.name}' share memory, and the "
+            f"servers would have two values of it; give one its own (clone()), or {remedy}"
+        )
+
+
+def _span_of(kind: str, name: str, tensor: torch.Tensor) -> _Span | None:
+    """None if it has no memory yet, or gaps, in which others may lie."""
+    if is_lazy(tensor) or tensor.layout is not torch.strided or hasattr(tensor, "device_mesh"):
+        return None
+    places = zip(tensor.shape, tensor.stride(), strict=True)
+    extent = 1 + sum((size - 1) * stride for size, stride in places)
+    if not tensor.numel() or extent != tensor.numel() or not (begin := tensor.data_ptr()):
+        return None
+    device, end = str(tensor.device), begin + tensor.nbytes
+    return _Span(device, begin, end, kind, name, tensor.requires_grad)
+
+
+def _named_parameters(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for group in groups:
+        yield from zip(group["param_names"], group["params"], strict=True)
 
 
 def _names_in(module: nn.Module | None) -> dict[int, str]:
@@ -227,6 +285,11 @@ def dtype_of(name: str, tensor: torch.Tensor) -> DType:
         raise InvalidConfig(
             f"parameter '{name}' is a lazy module's and has no shape yet; give the model one batch "
             "before its optimizer is made"
+        )
+    if tensor.is_meta:
+        raise InvalidConfig(
+            f"parameter '{name}' is on the meta device and has no values; give the model memory "
+            "(model.to_empty(device=...)) and initial values before its optimizer is made"
         )
     if hasattr(tensor, "device_mesh"):
         raise InvalidConfig(

@@ -30,7 +30,13 @@ from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.tables.elements import DType
 from ps_runtime.observe import logs
 from ps_worker.client.pending import PendingTickets
-from ps_worker.spec.flat_layout import TABLE_DTYPE, FlatLayout, layout_of, plain_name
+from ps_worker.spec.flat_layout import (
+    TABLE_DTYPE,
+    FlatLayout,
+    check_own_memory,
+    layout_of,
+    plain_name,
+)
 from ps_worker.spec.optimizers import Assign
 from ps_worker.spec.settings import FromRank0
 from ps_worker.spec.training_options import TrainingOptions
@@ -65,6 +71,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def buffer_layouts(prefix: str, module: nn.Module) -> list[FlatLayout]:
     """The tables of a module's buffers, in order of first appearance."""
     bins: dict[tuple[str, DType], list[tuple[str, torch.Tensor]]] = {}
+    check_own_memory(module.named_parameters(), persistent_buffers(module))
     for name, buffer in persistent_buffers(module):
         dtype = TABLE_DTYPE.get(buffer.dtype)
         if dtype is None and not _is_integer(buffer):

@@ -373,6 +373,34 @@ def test_what_cannot_be_trained_is_refused(client: ps.Client, reader: ps.Client)
     ps.DistributedOptimizer(client, groups, ps.SGD(), name="refused")  # the name is free again
 
 
+def test_what_shares_memory_is_refused(client: ps.Client) -> None:
+    """Each would be trained for itself, and written over the other."""
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    shared = r"parameter '0.weight' and parameter '1.weight' share memory.* tie them as one"
+    with pytest.raises(ps.InvalidConfig, match=shared):
+        ps.DistributedOptimizer(client, model, ps.SGD(), name="shared")
+    groups: list[dict[str, Any]] = [{"params": [each.weight]} for each in model]
+    with pytest.raises(ps.InvalidConfig, match="share memory"):
+        ps.DistributedOptimizer(client, groups, ps.SGD(), name="shared")
+    model[1].weight = model[0].weight
+    model.register_buffer("first", model[0].weight.data[0])
+    with pytest.raises(ps.InvalidConfig, match=r"buffer 'first' and .* '0.weight' share .*=None"):
+        ps.DistributedOptimizer(client, model, ps.SGD(), name="shared")
+    ps.DistributedOptimizer(client, model, ps.SGD(), name="shared", buffers=None).close()
+    both = torch.zeros(2, 4)  # parts of one tensor
+    parts = [nn.Parameter(each) for each in (both[0, :2], both[0, 2:], both[1, ::2], both[1, 1::2])]
+    parts += [nn.Parameter(both[:, :1], requires_grad=False), nn.Parameter(torch.empty(0))]
+    ps.DistributedOptimizer(client, parts, ps.SGD(), name="parts").close()
+
+
+def test_parameters_without_memory_are_refused(client: ps.Client) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(ps.InvalidConfig, match=r"'weight' is on the meta device.*to_empty"):
+        ps.DistributedOptimizer(client, model, ps.SGD(), name="meta")
+
+
 def test_loss_scaling_needs_whole_steps(client: ps.Client) -> None:
     model = seeded(Branched)
     ours = ps.DistributedOptimizer(
