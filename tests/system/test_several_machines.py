@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,9 @@ from tests.tidy.source import ROOT
 PAGE = (ROOT / "docs/guides/SEVERAL_MACHINES.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ADDRESSES = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
+PORT = 7070
+"""The scheduler's."""
+
 TRAINED_WITHIN_S = 200.0
 
 BLOCK = re.compile(r"^On ((?:`[\d.]+`(?: and )?)+):\n\n```sh\n(.*?)```", re.MULTILINE | re.DOTALL)
@@ -194,3 +198,68 @@ def test_a_closed_firewall_is_told_to_a_worker(machines: dict[str, Machine]) -> 
     worker = third.type(line)
     assert worker.end(ENDED_WITHIN_S) != 0
     assert "no scheduler answered at 10.0.0.1:7070 within 2.0 s" in worker.text
+
+
+HYBRID = """
+import torch
+import pushpull as ps
+
+with ps.connect() as client:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    local = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    optimizer = ps.HybridOptimizer(
+        client, model, local, served=model[0].parameters(), server_optimizer=ps.SGD(lr=0.1)
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    print("trained", float(model[1].weight.detach().sum()))
+"""
+
+
+def hybrid_workers(
+    machines: dict[str, Machine], hosts: Path, first_scheduler: str
+) -> list[Terminal]:
+    """Two workers of a hybrid run, on machines whose /etc/hosts is `hosts`, when both have ended;
+    the first is beside the scheduler.
+    """
+    first, second, _ = machines.values()
+    for machine in (first, second):
+        machine.do("sudo iptables -I INPUT -p tcp -s 10.0.0.0/24 -j ACCEPT")
+        (machine.home / "hybrid.py").write_text(HYBRID)
+    scheduler = first.type(f"pushpull scheduler --listen [::]:{PORT} --workers 2 --servers 1")
+    scheduler.wait_for("event=cluster_formed")
+    second.do("mkdir -p -m 700 ~/.pushpull && scp -p 10.0.0.1:.pushpull/join-secret ~/.pushpull/")
+    first.type("pushpull server --scheduler 10.0.0.1:7070 --listen 10.0.0.1:7071")
+    named = f"mount --bind {hosts} /etc/hosts && exec pushpull worker"
+    workers = [
+        first.type(f"{named} --rank 0 --scheduler {first_scheduler} hybrid.py"),
+        second.type(f"{named} --rank 1 --scheduler 10.0.0.1:7070 hybrid.py"),
+    ]
+    for worker in workers:
+        worker.end(TRAINED_WITHIN_S)
+    return workers
+
+
+def test_workers_meet_on_machines_whose_names_lead_to_themselves(
+    machines: dict[str, Machine], tmp_path: Path
+) -> None:
+    """As /etc/hosts of Debian and Ubuntu has it."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
+    workers = hybrid_workers(machines, hosts, "10.0.0.1:7070")
+    found = [re.search(r"^trained (\S+)$", worker.text, re.MULTILINE) for worker in workers]
+    assert all(found), "\n".join(worker.text for worker in workers)
+    assert len({each[1] for each in found if each}) == 1
+
+
+def test_all_workers_are_told_of_a_first_one_that_others_do_not_reach(
+    machines: dict[str, Machine], tmp_path: Path
+) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost here\n")
+    for worker in hybrid_workers(machines, hosts, "here:7070"):
+        assert worker.process.returncode != 0
+        assert "workers 1 do not reach worker 0 at 127.0.0.1 port" in worker.text
+        assert "give it the one that the others have (--scheduler)" in worker.text

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ps_core.errors import InvalidConfig, JoinRefused, WorkerLost, listed
 from ps_runtime.observe import logs
+from ps_worker.training.among_workers import meeting
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client
@@ -224,19 +225,24 @@ def _make(client: Client) -> frozenset[str]:
     _others = before = _sockets().keys()
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    own = meeting.own_host(client.connection.config.scheduler)
     store: TCPStore | None = None
     place: tuple[str, int] | None = None
     if client.rank == 0:
-        host = _own_host(client.connection.config.scheduler[0])
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        place = host, store.port
+        store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
+        place = own, store.port
     host, port = client.broadcast(place, name="torch.distributed's store")
-    if store is None:
-        store = TCPStore(host, port, timeout=timedelta(seconds=_STORE_S))
+    meeting.check_reached(client, host, port)
+    meeting.choose_device(own)
     backend = backends()
-    distributed.init_process_group(
-        backend, store=store, rank=client.rank, world_size=client.world_size
-    )
+
+    def make() -> None:
+        at = store or TCPStore(host, port, timeout=timedelta(seconds=_STORE_S))
+        distributed.init_process_group(
+            backend, store=at, rank=client.rank, world_size=client.world_size
+        )
+
+    meeting.meet(client, make)
     atexit.unregister(_end)
     atexit.register(_end)
     logs.info("process_group_made", backend=backend, store=f"{host}:{port}")
@@ -305,14 +311,3 @@ def _end() -> None:
             group is each for group in _groups() for each in _left
         ):
             distributed.destroy_process_group()
-
-
-def _own_host(scheduler: str) -> str:
-    """This machine's address on the way to the scheduler, where other workers are reached, too."""
-    host, _, port = scheduler.rpartition(":")
-    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-    family, kind, protocol, _, address = found[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # sends nothing
-        own: str = probe.getsockname()[0]
-    return own
