@@ -30,7 +30,7 @@ from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.cluster import kept_values
 from ps_runtime.cluster.scheduler_link import SchedulerLink
 from ps_runtime.grpc import channels
-from ps_runtime.grpc.addresses import join_address, split_address
+from ps_runtime.grpc.addresses import join_address, split_address, warn_of_loopback
 from ps_runtime.grpc.node_server import NodeServer
 from ps_runtime.http2.server import StreamServer
 from ps_runtime.launch.ready_file import write_ready_file
@@ -112,6 +112,7 @@ async def _serve(settings: ServerConfig) -> None:
         ],
         registry=registry,
     )
+    warn_of_loopback(server.address, settings.listen, settings.scheduler)
     streams = await _stream_port(settings, servicer, backups)
     stop = asyncio.create_task(process_end.wait_for_stop_signal())
 

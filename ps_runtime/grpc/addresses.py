@@ -105,6 +105,27 @@ def reachable(addresses: Iterable[str]) -> str:
     return min(addresses, key=rank, default="127.0.0.1")
 
 
+def warn_of_loopback(own: str, listen: str, schedulers: Iterable[str]) -> None:
+    """Log that only its machine reaches a role at its `own` address, if its scheduler is elsewhere.
+    For a wildcard in `listen`, `advertised` has done so.
+    """
+    host, listen_host = (split_address(each, "address")[0] for each in (own, listen))
+    is_derived = _is_wildcard(listen_host)
+    is_alone = any(is_loopback(each.rpartition(":")[0]) for each in schedulers)
+    if is_loopback(host) and not (is_derived or is_alone):
+        logs.warning("advertised_address_is_loopback", host=host, remedy="give --listen")
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address that leads a machine to itself; a name is not resolved."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
 def _own_host(wildcard: str) -> str:
     family = socket.AF_UNSPEC if ":" in wildcard else socket.AF_INET
     try:
@@ -114,6 +135,6 @@ def _own_host(wildcard: str) -> str:
     except (OSError, UnicodeError):
         found = []
     host = reachable(str(place[4][0]) for place in found)
-    if ipaddress.ip_address(host).is_loopback:
+    if is_loopback(host):
         logs.warning("advertised_address_is_loopback", host=host, remedy="give --advertise")
     return host

@@ -246,7 +246,10 @@ def _check_servers(request: Registration, state: ClusterState, heard: Heard) -> 
             taken = f"a server's address is '{request.address}', which {describe(node)} has already"
             if request.waited_s is not None and heard.may_be_dead(node, request.waited_s):
                 raise _ask_again(f"{taken}; it is free when that one is silent", heard)
-            raise InvalidConfig(taken)
+            raise InvalidConfig(
+                f"{taken}: stop that one, or give the address that others reach this one at "
+                "(--advertise)"
+            )
 
 
 def _check_not_copied(request: Registration, node: Node, heard: Heard) -> None:

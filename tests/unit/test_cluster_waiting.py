@@ -91,7 +91,8 @@ def test_a_server_at_the_address_of_a_living_one_is_refused(cluster: Waiting) ->
     cluster.pass_time(2, living)
     refused(
         errors.InvalidConfig,
-        "has already",
+        "has already: stop that one, or give the address that others reach this one at "
+        "(--advertise)",
         by=lambda: cluster.ask(2.0, Role.SERVER, address="h:70"),
         of=cluster,
     )

@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from ps_core import errors as tree
-from ps_runtime.grpc.addresses import advertised, join_address, reachable, split_address
+from ps_runtime.grpc.addresses import (
+    advertised,
+    join_address,
+    reachable,
+    split_address,
+    warn_of_loopback,
+)
 from ps_runtime.grpc.retry import Backoff, is_retryable
 from ps_runtime.launch.launcher import Launcher, reason_of
 from ps_runtime.launch.ready_file import write_ready_file
@@ -92,6 +98,33 @@ def test_the_address_of_this_machine_is_one_that_others_reach(
     found: list[str], expected: str
 ) -> None:
     assert reachable(found) == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "listen", "scheduler", "warns"),
+    [
+        ("127.0.0.1:9", "127.0.0.1:0", "10.0.0.1:9", True),
+        ("[::1]:9", "[::1]:0", "sched:9", True),
+        ("localhost:9", "[fd00::1]:0", "[fd00::1]:9", True),
+        ("127.0.0.1:9", "127.0.0.1:0", "localhost:9", False),
+        ("127.0.0.1:9", "127.0.0.1:0", "[::1]:9", False),
+        ("127.0.1.1:9", "0.0.0.0:0", "10.0.0.1:9", False),  # said when it was derived
+        ("10.0.0.2:9", "127.0.0.1:0", "10.0.0.1:9", False),
+    ],
+)
+def test_a_role_that_only_its_machine_reaches_says_so(
+    pushpull_logger: logging.Logger,
+    capsys: pytest.CaptureFixture[str],
+    own: str,
+    listen: str,
+    scheduler: str,
+    warns: bool,
+) -> None:
+    logs.configure("server", "info")
+    warn_of_loopback(own, listen, [scheduler])
+    assert pushpull_logger.name == "pushpull"
+    said = "event=advertised_address_is_loopback" in capsys.readouterr().err
+    assert said is warns
 
 
 def test_a_log_line_has_time_level_role_and_quoted_values(

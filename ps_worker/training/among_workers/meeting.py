@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from ps_core.cluster_view import Node, Role
 from ps_core.errors import InvalidConfig, WaitExpired, WorkerLost, listed
 from ps_core.keys import NodeId
+from ps_runtime.grpc.addresses import is_loopback
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 
@@ -98,10 +99,6 @@ def choose_device(host: str) -> None:
     if device := device_of(host):
         os.environ[DEVICE] = device
         logs.info("gloo_device_chosen", device=device, address=host)
-
-
-def is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(host).is_loopback
 
 
 def _name_is_loopback() -> bool:
