@@ -266,6 +266,7 @@ export class PushpullClient {
    * @param {Set<string>} absent
    */
   #cut(table, values, absent) {
+    checkIsDense(table);
     if (values.length !== table.elementCount) {
       throw new PushpullError(
         'INVALID_TENSOR',
@@ -395,6 +396,7 @@ export class PushpullClient {
    */
   async pull(table, { clock = table.clock, consistent = false, out, deadlineMs = PULL_MS } = {}) {
     this.#check();
+    checkIsDense(table);
     const values = outFor(table, out);
     const endMs = Date.now() + deadlineMs;
     let leastClock = Infinity;
@@ -601,6 +603,19 @@ function checkIsNew(table) {
   throw new PushpullError(
     'INVALID_CONFIG',
     `table '${name}' ${origin}, so it has its values: pull them instead of assigning others`,
+  );
+}
+
+/**
+ * Refuses values of a table of rows.
+ *
+ * @param {Table} table
+ */
+function checkIsDense({ name, isOfRows }) {
+  if (!isOfRows) return;
+  throw new PushpullError(
+    'INVALID_CONFIG',
+    `table '${name}' is of rows, which this client neither pushes nor pulls: take its steps with skip`,
   );
 }
 

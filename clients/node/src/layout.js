@@ -68,7 +68,10 @@ export class TableLayout {
     this.name = table.spec.name;
     this.elementCount = table.spec.elementCount;
     this.blockElements = table.spec.blockElements;
-    this.blockCount = Math.ceil(this.elementCount / this.blockElements);
+    /** Whether it is an embedding table, whose blocks are partitions of rows. */
+    this.isOfRows = Boolean(table.spec.rows);
+    this.blockCount = table.spec.rows?.partitionCount
+      ?? Math.ceil(this.elementCount / this.blockElements);
     /** The range of each block. @type {number[]} */
     this.rangeOfBlock = Array.from({ length: this.blockCount }, (_, block) =>
       rangeOfSlot(slotOfOrdinal(table.firstOrdinal + block), rangeCount));

@@ -30,6 +30,23 @@ test('a table from a checkpoint goes on from its clock, also if it is never used
     [[101, true, true]]);
 });
 
+test('a step on a table of rows seals every range that has a partition', async (t) => {
+  const spec = { ...stubTable().spec, elementCount: 4, blockElements: 262144, tensors: [] };
+  const rows = { ...spec, name: 'rows', rows: { partitionCount: 4 } };
+  const cluster = await StubCluster.start(t, { table: stubTable({ spec: rows }) });
+  const client = await connect(t, cluster);
+  const table = await client.table('rows');
+  const refused = { code: 'INVALID_CONFIG', message: /table 'rows' is of rows/ };
+  await assert.rejects(client.assign(table, new Float32Array(4)), refused);
+  await client.skip(table);
+  await assert.rejects(client.push(table, new Float32Array(4)), refused);
+  await assert.rejects(client.pull(table), refused);
+  await client.leave();
+  const { seals } = cluster.servers[0];
+  assert.deepEqual(seals.map(({ clock, last }) => [clock, last]), [[1, false], [2, true]]);
+  for (const { ranges } of seals) assert.deepEqual(ranges.map(({ rangeId }) => rangeId), [0, 2, 3]);
+});
+
 test('a worker that joins others begins at the least clock of its first pull', async (t) => {
   const before = { nodeId: 99, incarnation: 99, role: 'NODE_ROLE_WORKER', rank: 0 };
   const nodes = [{ ...before, state: 'NODE_STATE_GONE' }];
