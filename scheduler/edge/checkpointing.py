@@ -130,6 +130,7 @@ class Checkpointing:
         self._cluster = cluster
         self._keep = policy.keep
         self.schedule = CheckpointSchedule(policy, cluster.settings)
+        cluster.checkpoints.reached = self.schedule.reached
         self._carry_out = carry_out
         # By number: the answer to those who asked, or why there is none.
         self._made: dict[int, scheduler_pb2.CreateCheckpointResponse | str] = {}

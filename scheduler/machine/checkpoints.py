@@ -104,7 +104,11 @@ def without_parameters(states: Iterable[tuple[int, str, str]]) -> str:
 
 
 class CheckpointAttempts:
-    """The checkpoints of a cluster."""
+    """The checkpoints of a cluster.
+
+    Attributes:
+        reached: clocks in the last heartbeat of each worker, for messages.
+    """
 
     def __init__(
         self,
@@ -117,6 +121,7 @@ class CheckpointAttempts:
         self._state = state
         self._changes = changes
         self._describe = describe
+        self.reached: Mapping[NodeId, Mapping[TableId, int]] = {}
 
     @property
     def under_way(self) -> Checkpoint | None:
@@ -595,12 +600,27 @@ class CheckpointAttempts:
         if attempt.is_written:
             return f"{what} waits for its manifest"
         if attempt.is_cut:
-            missing = self._servers_missing(attempt) or self._workers_missing(attempt)
+            missing = self._servers_missing(attempt)
+            if missing and (late := self._late(attempt)):
+                return f"{what} waits for a step of {self._named(late, now_s)}"
+            missing = missing or self._workers_missing(attempt)
             return f"{what} waits for the files of {self._named(missing, now_s)}"
         if attempt.awaited:
             return f"{what} waits for the clocks of {self._named(attempt.awaited, now_s)}"
         unprepared = self._changes.unprepared_for(attempt.number)
         return f"{what} waits until {self._named(unprepared, now_s)} is prepared"
+
+    def _late(self, attempt: Attempt) -> set[NodeId]:
+        """Workers that had not come to a cut when last heard, and whose steps it waits for."""
+        living = {node.node_id for node in self._state.workers_of(UNNAMED) if node.state.is_member}
+        found: set[NodeId] = set()
+        for table_id, table in attempt.cuts.items():
+            step = table.cut_step or 0
+            clocks = {each: at.get(table_id, step) for each, at in self.reached.items()}
+            late = {each for each in living if clocks.get(each, step) < step}
+            if len(late) > table.consistency.backup_workers:
+                found |= late
+        return found
 
     def _named(self, node_ids: set[NodeId], now_s: float) -> str:
         members = self._state.members
