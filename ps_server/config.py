@@ -36,8 +36,8 @@ class ServerConfig:
     drain_grace_s: float = setting(
         25.0,
         "seconds that a server told to stop by SIGTERM stays while it has the only copy of "
-        "anything, until another server or a checkpoint has it, or no scheduler has answered for "
-        "a lease; calls may finish in them too",
+        "anything, until another server or a checkpoint has it; calls may finish in them too. "
+        "Where nothing could have it, it leaves when no scheduler has answered for a lease",
     )
     lane: str = setting(
         "auto",

@@ -19,7 +19,7 @@ from ps_runtime.grpc.errors import has_expired_unheard
 from ps_runtime.observe import logs
 from ps_runtime.system import clock
 from ps_server.ranges.server_machine import PreparedChange
-from ps_server.replication.departure_machine import Departure, DepartureStep
+from ps_server.replication.departure_machine import Departure, DepartureStep, held_alone
 
 REASON = "the server stops"
 _ASK_AGAIN_S = 0.2
@@ -91,12 +91,12 @@ class BackupRequests:
 async def until_kept(link: SchedulerLink, end_s: float, *, has_log: bool) -> None:
     """Leave the cluster as soon as that loses nothing, or when `end_s` has come by `clock.now_s`.
     The server goes on serving, since others copy from it. If the scheduler has not answered for a
-    lease, it leaves: without it nobody becomes a holder of anything. `has_log`: all that the server
-    holds is in its update log.
+    lease, it leaves, unless values would be lost that may be saved when the scheduler is back.
+    `has_log`: all that the server holds is in its update log.
     """
-    departure, answer = Departure(end_s, link.lease_s), ""
+    departure, answer, silent_s = Departure(end_s, link.lease_s), "", 0.0
     while (left_s := departure.left_s(clock.now_s())) > 0:
-        said, alone = departure.awaited, _held_alone(link)
+        said, alone = departure.awaited, held_alone(link.view, link.session.node_id)
         unsaved = _unsaved(link)  # now: a view after the departure has what that loses
         error: PushpullError | None = None
         try:
@@ -105,24 +105,31 @@ async def until_kept(link: SchedulerLink, end_s: float, *, has_log: bool) -> Non
             error = failure
             answer = answer if has_expired_unheard(failure) else failure.message
         silent_s = clock.now_s() - link.last_scheduler_contact_s
-        match departure.answered(error, silent_s, is_fenced=link.fenced_by is not None):
+        is_fenced = link.fenced_by is not None
+        may_be_saved = bool(alone) and not (unsaved or has_log)
+        step = departure.answered(error, silent_s, is_fenced=is_fenced, may_be_saved=may_be_saved)
+        match step:
             case DepartureStep.LEAVES:
                 if unsaved:
                     _tell_lost(alone, unsaved, has_log=has_log)
                 return
             case DepartureStep.LEAVES_UNHEARD:
                 logs.warning("leaves_unheard", error="" if error is None else error.message)
-                if link.fenced_by is None:
-                    why = f"the scheduler has not answered for {silent_s:.1f} s"
-                    _tell_lost(alone, why, has_log=has_log)
+                if not is_fenced:
+                    _tell_lost(alone, _silence(silent_s), has_log=has_log)
                 return
         if departure.awaited != said:
             left = round(left_s, 1)
             logs.info("stays_for_now", reason=departure.awaited, grace_left_s=left)
         await asyncio.sleep(min(_ASK_AGAIN_S, left_s))
-    alone = _held_alone(link)
+    alone = held_alone(link.view, link.session.node_id)
     if alone or departure.awaited:
-        logs.warning("leaves_with_the_only_copy", ranges=alone, reason=answer or "no answer")
+        why = answer if answer and silent_s <= link.lease_s else _silence(silent_s)
+        logs.warning("leaves_with_the_only_copy", ranges=alone, reason=why)
+
+
+def _silence(silent_s: float) -> str:
+    return f"the scheduler has not answered for {silent_s:.1f} s"
 
 
 def _tell_lost(range_count: int, reason: str, *, has_log: bool) -> None:
@@ -144,17 +151,3 @@ def _unsaved(link: SchedulerLink) -> str:
     if view is not None and lost_among(view.ranges, view.of_run("").tables):
         return "one replica, and other values are lost, without which no checkpoint is made"
     return ""
-
-
-def _held_alone(link: SchedulerLink) -> int:
-    """Ranges with values that no other server has, as far as this one knows."""
-    view, own = link.view, link.session.node_id
-    if view is None or view.finished:
-        return 0
-    held = {range_id for t in view.tables for range_id in t.blocks_by_range(len(view.ranges))}
-    return sum(
-        own in r.in_sync
-        and r.range_id in held
-        and view.living_servers.isdisjoint(set(r.in_sync) - {own})
-        for r in view.ranges
-    )

@@ -17,7 +17,12 @@ import ps_worker as ps
 from ps_cli.__main__ import app
 from ps_runtime.launch.cluster_shape import CheckpointPlan
 from tests.integration.lane_cluster import Served, until
-from tests.integration.replicated_cluster import DEADLINE_S, ReplicatedCluster, replicated_cluster
+from tests.integration.replicated_cluster import (
+    DEADLINE_S,
+    LEASE_S,
+    ReplicatedCluster,
+    replicated_cluster,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -173,6 +178,29 @@ def test_without_replicas_a_checkpoint_is_made_before_it_leaves(tmp_path: Path) 
         assert cluster.lines(server.process, "leaves_with_the_only_copy") == []
         (made,) = cluster.lines(cluster.scheduler, "event=checkpoint_made")
         assert str(tmp_path) in made
+        load.cut_off()
+        client.close(leave=False)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(90)
+def test_it_waits_for_a_scheduler_that_comes_back_and_makes_one(tmp_path: Path) -> None:
+    """Both are told to stop at once, and the scheduler is started again first."""
+    plan = CheckpointPlan(str(tmp_path))
+    with (
+        replicated_cluster(1, 1, replica_count=1, checkpoints=plan, has_journal=True) as cluster,
+        ps.connect(cluster.address, request_deadline_s=5.0) as client,
+    ):
+        load = Load(client, "single")
+        (server,) = cluster.living
+        cluster.kill_scheduler()
+        server.process.send(signal.SIGTERM)
+        cluster.wait_line(server.process, "event=told_to_stop")
+        assert server.process.wait(3 * LEASE_S) is None, "it stays beyond a lease"
+        cluster.start_scheduler_again()
+        cluster.wait_line(cluster.scheduler, "event=checkpoint_made")
+        assert server.process.wait(DEADLINE_S) is not None
+        assert cluster.lines(server.process, "leaves_") == []
         load.cut_off()
         client.close(leave=False)
 

@@ -23,7 +23,7 @@ from functools import partial
 from ps_core.cluster_view import ClusterView, NodeState, RangeAssignment, Session
 from ps_core.errors import Fenced, PushpullError, Recovering
 from ps_core.keys import NodeId
-from ps_server.replication.departure_machine import Departure, DepartureStep
+from ps_server.replication.departure_machine import Departure, DepartureStep, held_alone
 from scheduler.machine.cluster import Decision
 from scheduler.machine.state import RangesLost, Transition
 from tests.sim.calamities import Calamities, Plan
@@ -292,9 +292,12 @@ class Departing(FailoverSimulation):
             self.world.after(ASK_AGAIN_S, lambda: self._answered(server, number, error))
             return
         silent_s = self.world.now_s - server.heard_s
-        step = self.told[server.node_id].answered(error, silent_s)
+        alone = held_alone(server._view, server.node_id)
+        self.world.counts["stayed with the only copy"] += bool(alone) and silent_s > LEASE_S
+        answered = self.told[server.node_id].answered
+        step = answered(error, silent_s, may_be_saved=bool(alone))
         if step is DepartureStep.STAYS and error is not None and not error.retry_after_ms:
-            assert silent_s <= LEASE_S, (
+            assert alone or silent_s <= LEASE_S, (
                 f"LIVE: {server.node_id} waits for a scheduler of which it has not heard for "
                 f"{silent_s:.1f} s"
             )

@@ -64,6 +64,7 @@ class DepartureAwaySimulation(Departing, AwaySimulation):
         "scheduler paused", "scheduler died", "told to stop", "let go", "left unheard",
         "failovers",
     })  # fmt: skip
+    seldom: ClassVar[frozenset[str]] = AwaySimulation.seldom | {"stayed with the only copy"}
     medians: ClassVar[dict[str, int]] = {"messages": 2_000}
 
     @cached_property

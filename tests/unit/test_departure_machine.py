@@ -26,6 +26,15 @@ def test_a_scheduler_that_does_not_listen_is_waited_for_as_long_as_a_lease() -> 
     assert departure.awaited == ""
 
 
+def test_who_alone_has_values_waits_for_a_scheduler_that_may_save_them() -> None:
+    departure = Departure(end_s=30.0, lease_s=LEASE_S)
+    nobody = Recovering("UNAVAILABLE: failed to connect")
+    said = departure.answered(nobody, silent_s=2 * LEASE_S, may_be_saved=True)
+    assert said is DepartureStep.STAYS
+    said = departure.answered(nobody, silent_s=0.0, may_be_saved=True, is_fenced=True)
+    assert said is DepartureStep.LEAVES_UNHEARD
+
+
 def test_who_is_no_member_any_more_has_nothing_to_wait_for() -> None:
     departure = Departure(end_s=30.0, lease_s=LEASE_S)
     assert departure.answered(Fenced("left"), silent_s=0.0) is DepartureStep.STAYS
