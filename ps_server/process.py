@@ -476,32 +476,53 @@ class _Membership:
             return
         link, node = self._link, self._node
         node.metrics.values_kept.set(1)
-        view, reason = link.view, "" if link.fenced_by is None else link.fenced_by.message
-        file = ""
-        if view is not None:
-            with contextlib.suppress(OSError):
-                path = await asyncio.to_thread(
-                    kept_values.write, link.session, link.token_key, view
-                )
-                self._stack.callback(path.unlink, missing_ok=True)
-                file = str(path)
-        logs.error(
-            "values_kept",
-            reason=reason,
-            file=file or "none",
-            remedy="pushpull checkpoint rescue FILE OUT.safetensors; then stop this server",
-        )
         told = scheduler_pb2.KeptValues(
-            address=self._server.address, cluster_id=link.session.cluster_id, file=file
+            address=self._server.address, cluster_id=link.session.cluster_id
         )
-        telling = asyncio.create_task(
-            kept_values.keep_reporting(self._settings.scheduler, told, interval_s=link.lease_s)
-        )
+        telling = [
+            asyncio.create_task(self._tell_how_they_are_read(told)),
+            asyncio.create_task(
+                kept_values.keep_reporting(self._settings.scheduler, told, interval_s=link.lease_s)
+            ),
+        ]
         try:
             await self._until((self._failed, self._left), node.tick)
         finally:
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
+            for task in telling:
+                task.cancel()
+            await asyncio.gather(*telling, return_exceptions=True)
+
+    async def _tell_how_they_are_read(self, told: scheduler_pb2.KeptValues) -> None:
+        """Write the file by which kept values are read, once the disk takes it, and log so."""
+        link = self._link
+        reason = "" if link.fenced_by is None else link.fenced_by.message
+        is_logged = False
+        while link.view is not None:
+            try:
+                path = await asyncio.to_thread(
+                    kept_values.write, link.session, link.token_key, link.view
+                )
+            except OSError as error:
+                if not is_logged:
+                    logs.error(
+                        "values_kept",
+                        reason=reason,
+                        file="none",
+                        error=str(error),
+                        remedy="make room for temporary files: another line names the file then",
+                    )
+                is_logged = True
+                await asyncio.sleep(link.lease_s)
+                continue
+            self._stack.callback(path.unlink, missing_ok=True)
+            told.file = str(path)
+            logs.error(
+                "values_kept",
+                reason=reason,
+                file=told.file,
+                remedy="pushpull checkpoint rescue FILE OUT.safetensors; then stop this server",
+            )
+            return
 
     def _note_failure(self, failure: Exception) -> None:
         logs.exception("server_failed", failure)

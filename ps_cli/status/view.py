@@ -101,7 +101,7 @@ def _checkpoints(entry: CheckpointsEntry | None) -> list[Text]:
 
 
 def _kept_values(entry: KeptValuesEntry) -> Text:
-    remedy = "stop it if they are not needed"
+    remedy = "make room for its temporary files to save them, or stop it if they are not needed"
     if entry["file"] is not None:
         remedy = f"pushpull checkpoint rescue {entry['file']} OUT.safetensors there, then stop it"
     return Text(

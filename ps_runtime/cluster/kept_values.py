@@ -38,7 +38,7 @@ FORMAT = "pushpull-kept-values"
 
 
 def write(session: Session, token_key: bytes, view: ClusterView) -> Path:
-    """Write the file for the cluster that a server was in. Raises: OSError."""
+    """Write the file for the cluster that a server was in, or none. Raises: OSError."""
     reader = replace(
         session, role=Role.READER, node_id=NodeId(0), incarnation=Incarnation(0), rank=0
     )
@@ -50,9 +50,14 @@ def write(session: Session, token_key: bytes, view: ClusterView) -> Path:
     }
     prefix = f"pushpull-server-{session.node_id}-"
     descriptor, name = tempfile.mkstemp(prefix=prefix, suffix=".json")  # readable by its owner
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(document, file)
-    return Path(name)
+    path = Path(name)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(document, file)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    return path
 
 
 def read(path: Path) -> tuple[types_pb2.SessionIdentity, ClusterView]:
@@ -72,7 +77,9 @@ def read(path: Path) -> tuple[types_pb2.SessionIdentity, ClusterView]:
 async def keep_reporting(
     addresses: Sequence[str], values: scheduler_pb2.KeptValues, interval_s: float
 ) -> None:
-    """Report these values again and again, until cancelled; `interval_s` after a failure."""
+    """Report these values, as they are by then, again and again, until cancelled; `interval_s`
+    after a failure.
+    """
     book = Addresses(addresses)
     session: types_pb2.SessionIdentity | None = None
     try:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -152,6 +153,50 @@ def test_a_server_with_values_keeps_them_until_somebody_has_read_them(
         assert "event=registering_again" not in said, said
         assert server.process.wait() == 0
         assert not Path(kept[1]).exists()
+
+
+@pytest.mark.thorough
+def test_kept_values_can_be_read_once_the_disk_takes_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    shape = ("--workers=1", "--servers=1", "--heartbeat-interval-s=0.2", "--lease-s=1")
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(running("scheduler", tmp_path / "first", *shape))
+        first.line("event=cluster_formed")
+        address = first.address
+        server = stack.enter_context(
+            running("ps_server", tmp_path / "server", f"--scheduler={address}")
+        )
+        server.line("event=serving")
+        client = ps.connect(address, request_deadline_s=30.0, lane="grpc")
+        table = client.create_table("x", SIZE, optimizer=ps.SGD(lr=1.0), consistency="asp")
+        client.wait(client.push(table, np.ones(SIZE, np.float32)))
+        limits = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (8, limits[1]))
+        first.end()
+        stack.enter_context(running("scheduler", tmp_path / "again", *shape, f"--listen={address}"))
+
+        said = server.line("event=values_kept")
+        assert "file=none" in said
+        assert 'remedy="make room for temporary files' in said
+        assert until_shown(address)[0]["file"] is None
+        assert not list(temporary.iterdir())
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, limits)
+        kept = re.search(r"file=(/\S+)", server.line("event=values_kept"))
+        assert kept is not None
+        until(lambda: until_shown(address)[0]["file"] == kept[1], "the file is shown")
+        out = tmp_path / "saved.safetensors"
+        ran = CliRunner().invoke(checkpoint_app, ["rescue", kept[1], str(out)])
+        assert ran.exit_code == 0, ran.output
+        assert np.array_equal(load_file(out)["x"], np.full(SIZE, -1, np.float32))
+        client.close(leave=False)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait() == 0
+        assert not list(temporary.iterdir())
 
 
 @pytest.mark.thorough
