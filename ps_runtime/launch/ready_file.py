@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -27,6 +28,7 @@ def write_ready_file(path: Path, address: str, http_address: str) -> None:
         unfinished.write_text(json.dumps(content) + "\n")
         unfinished.replace(path)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # as where it could not be made
+            unfinished.unlink()
         kind = Recovering if error.errno in _FOR_NOW else InvalidConfig
         raise kind(f"the ready file {path} cannot be written: {error.strerror}") from error

@@ -292,6 +292,8 @@ def test_the_ready_file_appears_whole_and_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
     with pytest.raises(tree.InvalidConfig, match="cannot be written: No such file"):
         write_ready_file(tmp_path / "absent" / "ready.json", "a:1", "a:2")
+    with pytest.raises(tree.InvalidConfig, match="cannot be written: Not a directory"):
+        write_ready_file(file / "ready.json", "a:1", "a:2")
     # A full disk is no wrong setting: whoever is started again may find space.
     with (
         no_file_above(8),
