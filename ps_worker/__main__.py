@@ -11,6 +11,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(given.script)
     finally:
+        _take_signals_at_the_end()
         close_ports()
 
 
@@ -129,6 +131,24 @@ def _status_of(end: SystemExit) -> int:
 def _stop(number: int, _frame: FrameType | None) -> None:
     """End the script where it is, on SIGTERM; its `finally` blocks run."""
     raise SystemExit(_SIGNALLED + number)
+
+
+def _take_signals_at_the_end() -> None:
+    """The process ends without a signal now, so one cuts nothing off, unless it waits for threads
+    of the script. Handlers of the script's own stay.
+    """
+    for number, ours in ((signal.SIGTERM, _stop), (signal.SIGINT, signal.default_int_handler)):
+        if signal.getsignal(number) is ours:
+            signal.signal(number, _stop_threads)
+
+
+def _stop_threads(number: int, _frame: FrameType | None) -> None:
+    """End the process at once if threads of the script go on."""
+    others = (each for each in threading.enumerate() if each is not threading.main_thread())
+    if any(not each.daemon for each in others):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_SIGNALLED + number)
 
 
 def _show(failure: BaseException, script: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -175,6 +176,44 @@ def test_a_worker_process_shows_metrics_and_health(scripts: Scripts, tmp_path: P
 )
 def test_an_exit_status_is_the_scripts(scripts: Scripts, text: str, status: int, says: str) -> None:
     assert scripts.run(text) == (status, "", says)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_after_the_script_cuts_nothing_off(scripts: Scripts, number: int) -> None:
+    """The process ends anyway: what runs at its exit said that SystemExit was ignored."""
+    text = f"""
+        import atexit, os
+
+        def end():
+            os.kill(os.getpid(), {int(number)})
+            print("at the exit", flush=True)
+
+        atexit.register(end)
+    """
+    assert scripts.run(text) == (0, "at the exit\n", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_script_s_threads_that_go_on(scripts: Scripts, number: int) -> None:
+    text = """
+        import threading
+
+        def go_on():
+            threading.main_thread().join()  # until the interpreter waits for this thread
+            print("alone", flush=True)
+            threading.Event().wait()
+
+        threading.Thread(target=go_on).start()
+    """
+    process = scripts.start(text)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "alone\n"
+    while process.poll() is None:  # in the moment before the interpreter waits one is not seen
+        process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=1.0)
+    assert process.communicate(timeout=DEADLINE_S) == ("", "")
+    assert process.returncode == 128 + number
 
 
 def test_wrong_usage_is_explained(scripts: Scripts) -> None:
