@@ -19,6 +19,7 @@ import struct
 import sys
 import urllib.error
 import urllib.request
+import warnings
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -171,6 +172,20 @@ def batches(pictures: Pictures, step_count: int, size: int, seed: int) -> Iterat
         yield pictures.take(chosen)
 
 
+def schedule_at(
+    done: int, optimizer: torch.optim.Optimizer, lr: float, step_count: int
+) -> torch.optim.lr_scheduler.OneCycleLR:
+    """The learning rates after `done` steps: a checkpoint's would be those of its `step_count`."""
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, step_count)
+    with (
+        warnings.catch_warnings()
+    ):  # torch misses the optimizer's steps, which are an earlier run's
+        warnings.simplefilter("ignore", UserWarning)
+        for _ in range(min(done, step_count)):
+            schedule.step()
+    return schedule
+
+
 def train(arguments: Namespace, client: ps.Client | None) -> dict[str, float]:
     """Train to the end; returns the accuracy on the test pictures, and on those held out."""
     rank, world_size = (client.rank, client.world_size) if client else (0, 1)
@@ -194,12 +209,10 @@ def train(arguments: Namespace, client: ps.Client | None) -> dict[str, float]:
         optimizer = ps.DistributedOptimizer(
             client, model, ps.AdamW(lr=arguments.lr), buffers=buffers
         )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, arguments.lr, step_count)
+    # Above 0 where the run goes on from a checkpoint, or this worker for one that is gone.
+    done = getattr(optimizer, "clock", 0)
+    schedule = schedule_at(done, optimizer, arguments.lr, step_count)
     shares = batches(shard, step_count, arguments.batch_size, arguments.seed + 1 + rank)
-    done = 0
-    if isinstance(optimizer, ps.DistributedOptimizer) and client is not None:
-        client.attach_state("schedule", schedule)
-        done = optimizer.clock  # above 0 where the run goes on from a checkpoint
     for step, batch in islice(enumerate(shares, start=1), done, None):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(batch.pixels), batch.labels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import math
 import re
 import runpy
 import struct
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import pushpull as ps
 from tests.integration.command_line import ROOT, environment, run_warm
@@ -63,6 +66,40 @@ def test_a_folder_without_the_pictures_is_refused_by_name(
 ) -> None:
     with pytest.raises(SystemExit, match=r"lacks train-images-idx3-ubyte\.gz"):
         fashion["find_data"](tmp_path)
+
+
+def test_pictures_are_learnt_for_longer_than_the_resumed_run_was_to_be(
+    fashion: dict[str, Any], tmp_path: Path
+) -> None:
+    """At the rates of that many steps. A replaced worker, too, takes its rate from the step."""
+    data, saved = tmp_path / "data", str(tmp_path / "saved")
+    data.mkdir()
+    for part in ("train", "t10k"):
+        for name, shape in (("images-idx3", (20, 28, 28)), ("labels-idx1", (20,))):
+            header = bytes((0, 0, 8, len(shape))) + struct.pack(f">{len(shape)}I", *shape)
+            content = gzip.compress(header + bytes(math.prod(shape)))
+            (data / f"{part}-{name}-ubyte.gz").write_bytes(content)
+    given = {
+        "data": data, "hold_out": 0, "batch_size": 4, "seed": 0, "lr": 2e-3, "log_every": 100
+    }  # fmt: skip
+    for steps, resume in ((4, ""), (8, saved)):
+        with (
+            ps.local_cluster(checkpoint_url=saved, resume=resume) as cluster,
+            ps.connect(cluster.address) as client,
+        ):
+            fashion["train"](Namespace(**given, steps=steps), client)
+            assert client.progress().step_count == steps
+            client.checkpoint().wait()
+    model = nn.Linear(1, 1)
+    rates = []
+    for done in (0, 5):
+        optimizer = torch.optim.AdamW(model.parameters())
+        schedule = fashion["schedule_at"](done, optimizer, 2e-3, 8)
+        for _ in range(5 - done):
+            optimizer.step()
+            schedule.step()
+        rates.append({name: optimizer.param_groups[0][name] for name in ("lr", "betas")})
+    assert rates[0] == rates[1]
 
 
 @pytest.mark.thorough
