@@ -78,6 +78,10 @@ class FailureDetector:
         self._silent.update(found)
         return found
 
+    def renew(self, now_s: float) -> None:
+        """Count silence from now on: the observer was cut off before, and heard nobody."""
+        self._fresh_since_s = now_s
+
     def silence_s(self, node_id: NodeId, now_s: float) -> float:
         """Seconds of quiet that count, without the observer's pauses; 0 for an unwatched node."""
         heard_s = max(self._last_heard_s.get(node_id, now_s), self._fresh_since_s)

@@ -8,9 +8,10 @@ Rules:
       be replaced, and late joiners may come, up to max_workers, whose ranks are free again when
       they have left.
     - A worker that is silent for longer than its timeout is declared gone, for good. Time in which
-      the scheduler itself was paused does not count. A worker is gone at once if its launcher,
-      which alone knows the launch_id, reports the end of its process, or if another registers with
-      its identity and takes its rank.
+      the scheduler itself was paused does not count, nor does time in which it is cut off: all
+      nodes are silent, a server among them, and nobody registers; up to `CUT_OFF_S`. A worker is
+      gone at once if its launcher, which alone knows the launch_id, reports the end of its process,
+      or if another registers with its identity and takes its rank.
     - A scheduler that resumes from its journal has heard no node: each member has a lease from then
       on, a silent one its whole silence again, and until it is heard it may be dead.
     - The servers know whether the journal is the newest (JR-4): until each alive one is heard, or a
@@ -59,6 +60,10 @@ GIVEN_UP_LEASES = 20
 """Leases of silence after which an unneeded node has left, because evaluators that come and go, and
 restarted servers, must not fill the view."""
 
+CUT_OFF_S = 600.0
+"""The longest time in which a scheduler that hears nobody takes itself for cut off: perhaps nobody
+is left who could be heard."""
+
 REGISTER_AGAIN_MS = 100  # wait before a node of an earlier timeline registers again
 ASK_AGAIN_MS = 50  # wait while the scheduler hears the servers, which takes a heartbeat
 
@@ -84,6 +89,8 @@ class Membership:
         self._detector = FailureDetector(settings.lease_s, now_s)
         self._may_return: dict[NodeId, float] = {}  # deadline for a replacement, by worker
         self._unheard: set[NodeId] = set()  # not heard since the journal was resumed
+        self._cut_off_s: float | None = None  # since when it is cut off
+        self._reached_s = -math.inf  # when somebody last wanted to register
         self._resumed_s: float | None = None  # None: a new cluster
 
     def resume(self, returning_s: Mapping[NodeId, float], now_s: float) -> None:
@@ -239,7 +246,7 @@ class Membership:
 
     def candidate(self, request: Registration, now_s: float) -> Node:
         """The node of a new registration, not added yet; `scheduler.machine.admission` refuses."""
-        state = self._state
+        state, self._reached_s = self._state, now_s
         heard = admission.Heard(
             describe=lambda node: self.describe(node, now_s),
             quiet_s=lambda node_id: (
@@ -384,7 +391,8 @@ class Membership:
         for node_id in self._detector.look(now_s):
             node = self._move(self._state.members[node_id].node, NodeState.SILENT)
             transitions.append(NodeSilent(node, self._detector.quiet_s(node_id, now_s)))
-        for node in self._unneeded():
+        is_cut_off = self._note_cut(now_s)
+        for node in () if is_cut_off else self._unneeded():
             silence_s = self._detector.silence_s(node.node_id, now_s)
             if silence_s > GIVEN_UP_LEASES * self._settings.lease_s:
                 told = replace(node, silence_ms=round(silence_s * 1000))
@@ -395,11 +403,33 @@ class Membership:
         if self._settings.stop_when_done:
             transitions += self.finish()
         timeout_s = self._settings.worker_timeout_s
-        for node in self._state.nodes_of(Role.WORKER) if timeout_s else ():
+        watched = timeout_s and not is_cut_off
+        for node in self._state.nodes_of(Role.WORKER) if watched else ():
             silence_s = self._detector.silence_s(node.node_id, now_s)
             if node.state is NodeState.SILENT and silence_s > timeout_s:
                 transitions.extend(self._declare_gone(node, silence_s))
         return transitions
+
+    def _note_cut(self, now_s: float) -> bool:
+        """True while the scheduler is cut off. Silence counts from the end of that."""
+        if not self._hears_nobody(now_s):
+            if self._cut_off_s is not None:
+                self._detector.renew(now_s)
+            self._cut_off_s = None
+            return False
+        self._cut_off_s = now_s if self._cut_off_s is None else self._cut_off_s
+        return now_s - self._cut_off_s <= CUT_OFF_S
+
+    def _hears_nobody(self, now_s: float) -> bool:
+        """True if all members are silent, a server among them, and nobody wants to be one: rather
+        the scheduler is cut off.
+        """
+        nodes = [each.node for each in self._state.members.values() if each.node.state.is_member]
+        has_server = any(node.role is Role.SERVER for node in nodes)
+        is_reached = now_s - self._reached_s <= self._settings.lease_s
+        return (
+            has_server and not is_reached and all(node.state is NodeState.SILENT for node in nodes)
+        )
 
     def _unneeded(self) -> list[Node]:
         """Silent nodes that nothing waits for; a silent server may have the only copy of values."""

@@ -133,7 +133,10 @@ def test_stop_when_done_ends_when_the_last_worker_is_gone(tmp_path: Path) -> Non
                 server = await cluster.join(Role.SERVER)
                 await cluster.leave(await cluster.join(Role.WORKER))
                 await cluster.join(Role.WORKER)  # and is never heard of again
-                view = await cluster.view_where(server, lambda view: view.finished)
+                view = await cluster.view_where(server, lambda _: True)
+                while not view.finished:
+                    await cluster.beat(server)
+                    view = await cluster.view_where(server, lambda _: True)
                 await cluster.leave(server)
                 status, log = await scheduler.end()
         assert [node.state.value for node in view.nodes][1:] == ["left", "gone"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from ps_core import errors
 from ps_core.change import Join
 from ps_core.cluster_view import NodeState, Role, Session
 from scheduler.machine.cluster import Created
-from scheduler.machine.membership import KEPT_COUNT
+from scheduler.machine.membership import CUT_OFF_S, KEPT_COUNT
 from scheduler.machine.state import (
     ChangeProposed,
     ClusterFinished,
@@ -54,6 +56,43 @@ def test_it_is_declared_gone_once_and_the_view_moves_once(
     harness.pass_time(30, living)
     assert harness.transitions == []
     assert harness.cluster.view.view_number == number
+
+
+def test_no_worker_is_gone_while_the_scheduler_itself_is_cut_off() -> None:
+    """All are silent, and train on without it: they were given up, and the run ended."""
+    harness = Harness(worker_timeout_s=10.0)
+    server = harness.join(Role.SERVER)
+    workers = harness.join(Role.WORKER), harness.join(Role.WORKER)
+    harness.pass_time(300)
+    assert {harness.node(each).state for each in (server, *workers)} == {NodeState.SILENT}
+    harness.pass_time(10, server, workers[0])
+    assert harness.node(workers[1]).state is NodeState.SILENT
+    harness.pass_time(1, server, workers[0])
+    assert harness.node(workers[1]).state is NodeState.GONE
+    assert harness.node(workers[0]).state is NodeState.ALIVE
+
+
+def test_workers_are_gone_at_last_though_nobody_is_heard() -> None:
+    harness = Harness(worker_timeout_s=10.0)
+    harness.join(Role.SERVER)
+    worker = harness.join(Role.WORKER)
+    harness.pass_time(CUT_OFF_S)
+    assert harness.node(worker).state is NodeState.SILENT
+    harness.pass_time(5)
+    assert harness.node(worker).state is NodeState.GONE
+
+
+def test_who_wants_to_register_proves_that_the_scheduler_is_reached() -> None:
+    """A worker that waits for the rank of a dead one, where all others have died with that."""
+    harness = Harness(worker_timeout_s=10.0, worker_count=1)
+    harness.join(Role.SERVER)
+    dead = harness.join(Role.WORKER)
+    harness.pass_time(30)
+    for _ in range(12):
+        with contextlib.suppress(errors.InvalidConfig):
+            harness.join(Role.WORKER, requested_rank=0)
+        harness.pass_time(1)
+    assert harness.node(dead).state is NodeState.GONE
 
 
 def test_a_worker_that_is_heard_in_time_is_not_gone() -> None:
