@@ -331,6 +331,48 @@ with ps.connect() as client:
 """
 
 
+def in_interpreters(
+    cluster: LaneCluster, tmp_path: Path, kind: str, how: str
+) -> list[subprocess.Popen[str]]:
+    """The workers of a run of its own, named for `kind` and `how`."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    variables = environment() | {
+        "PUSHPULL_SCHEDULER": cluster.address,
+        "PUSHPULL_RUN": f"{kind}-{how}",
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "pushpull", "worker", f"--rank={rank}", str(script), kind, how],
+            env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(WORKERS)
+    ]  # fmt: skip
+
+
+def test_a_fenced_process_ends_though_the_others_are_not_heard_in_the_process_group(
+    tmp_path: Path,
+) -> None:
+    """As one whose network was cut for longer than the worker timeout: others have ended unheard.
+    gloo would keep the process from its end for half an hour.
+    """
+    patience = {"PUSHPULL_WORKER_TIMEOUT_S": "60"}
+    with lane_cluster(servers=1, workers=WORKERS, environment=patience) as cluster:
+        started = in_interpreters(cluster, tmp_path, "plain", "SIGSTOP")
+        try:
+            assert started[1].stdout is not None
+            assert started[1].stdout.readline() == "SIGSTOP\n"
+            ending = [sys.executable, "-m", "pushpull", "runs", "end", "plain-SIGSTOP"]
+            subprocess.run([*ending, "--scheduler", cluster.address], env=environment(), check=True)
+            _, said = started[0].communicate(timeout=DEADLINE_S)
+        finally:
+            for process in started:
+                process.kill()
+            started[1].communicate()
+        assert started[0].returncode == 1, said
+        assert "Fenced: run 'plain-SIGSTOP'" in said
+
+
 @pytest.mark.parametrize(
     ("kind", "how"),
     [("plain", "SIGSTOP"), ("ddp", "SIGSTOP"), ("fsdp", "SIGSTOP"), ("ddp", "SIGKILL")],
@@ -341,19 +383,7 @@ def test_a_process_ends_though_a_worker_is_paused_or_dead(
     """And says whose fault it is, also where torch waits. In interpreters of their own: gloo would
     keep one from ending.
     """
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    variables = environment() | {
-        "PUSHPULL_SCHEDULER": cluster.address,
-        "PUSHPULL_RUN": f"{kind}-{how}",
-    }
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "pushpull", "worker", f"--rank={rank}", str(script), kind, how],
-            env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(WORKERS)
-    ]  # fmt: skip
+    started = in_interpreters(cluster, tmp_path, kind, how)
     try:
         _, said = started[0].communicate(timeout=DEADLINE_S)
     finally:

@@ -97,7 +97,7 @@ class Peers:
     def _wait(self, work: Any, *, is_cpu: bool, giver: int | None) -> None:
         end_s, lost_by_s = now_s() + self._deadline_s, 0.0
         while not self._has_ended(work, is_cpu=is_cpu):
-            self._connection.engine.check_alive()
+            self._check_alive(work)
             if lost := self._lost(self._view):
                 lost_by_s = lost_by_s or now_s() + _GRACE_S
                 if now_s() >= lost_by_s or any(node.state is NodeState.GONE for node in lost):
@@ -109,6 +109,13 @@ class Peers:
                     f"{self._late_words(giver)} The next call waits on; request_deadline_s of "
                     "ps.connect is the time"
                 )
+
+    def _check_alive(self, work: Any) -> None:
+        try:
+            self._connection.engine.check_alive()
+        except PushpullError:  # the others may have ended unheard, behind a cut network
+            leave_as_it_is(work)
+            raise
 
     def _late_words(self, giver: int | None) -> str:
         within = f"within {self._deadline_s:g} s"
