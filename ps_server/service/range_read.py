@@ -21,7 +21,7 @@ import numpy as np
 from ps_core import limits, sequence_locks
 from ps_core.cluster_view import Role, Session
 from ps_core.envelope import ALIGNMENT_BYTES
-from ps_core.errors import InvalidKeys, InvariantViolation, PushpullError
+from ps_core.errors import InvalidKeys, InvalidTensor, InvariantViolation, PushpullError
 from ps_core.keys import RangeId, TableId
 from ps_core.sliced_work import Waiting, Work, at_once
 from ps_core.tables.elements import NATIVE_CODEC, Codec
@@ -146,14 +146,17 @@ class RangeRead:
         self._name = state.name
         self._shards = shards
         self._store = shards.stores[key]
-        self._codec = terms.codec or NATIVE_CODEC[state.table.spec.dtype]
-        if terms.array:
-            self._codec = state.table.spec.arithmetic_codec
+        spec = state.table.spec
+        own_codec = spec.arithmetic_codec
+        self._codec = own_codec if terms.array else terms.codec or NATIVE_CODEC[spec.dtype]
         self._shared: SharedValues | None = None
         self._ring: AnswerRing | None = None
-        spec = state.table.spec
+        if isinstance(self._store, RowStore) and self._codec is not own_codec:
+            what = f"a pull of rows of table '{self._name}' in codec {self._codec.value}"
+            self.refuse(InvalidTensor(f"{what}; expected {own_codec.value}"))
+            return
         if terms.shared and self._ids:
-            if self._codec is spec.arithmetic_codec:
+            if self._codec is own_codec:
                 self._ring = shards.lanes.answers(terms.session.incarnation)
         elif terms.shared and not terms.array and not self._skips:
             self._shared = shards.segments.shared_with(terms.session, key, self._codec)

@@ -222,6 +222,26 @@ def test_a_bad_read_is_its_ranges_error(wire: Wire, table: RawTable, case: str) 
     check_error(part.error.error, code, *words)
 
 
+@pytest.mark.parametrize("codec", ["fp64", "fp16", "bf16", "int8", "sign", "low_rank"])
+@pytest.mark.parametrize("what", ["ids", "a listing"])
+def test_rows_are_read_in_their_tables_own_codec(wire: Wire, what: str, codec: str) -> None:
+    rows = types.RowsSpec(partition_count=1, seed=7)
+    table = wire.create(f"rows {codec} {what}", blocks=1, element_count=4, rows=rows)
+    request = wire.pull_request(table, [0])
+    request.codec = getattr(types, f"CODEC_{codec.upper()}")
+    request.ranges[0].blocks.append(0)
+    if what == "ids":
+        request.ranges[0].ids.append(bytes(16))
+    else:
+        request.ranges[0].skipped_row_counts.append(0)
+    (part,) = wire.pull(table.places[0][2], request)
+    check_error(part.error.error, "INVALID_TENSOR", f"codec {codec}", "expected fp32")
+    request.codec = types.CODEC_FP32
+    (part,) = wire.pull(table.places[0][2], request)
+    assert part.block.codec == types.CODEC_FP32
+    assert len(part.block.payload) == (32 if what == "ids" else 0)
+
+
 def test_a_read_that_names_a_range_twice_or_none_is_refused(wire: Wire, table: RawTable) -> None:
     for consistent in (False, True):
         request = wire.pull_request(table, [0, 0], consistent=consistent, clock=1)
