@@ -12,6 +12,7 @@ from ps_core import limits
 from ps_core.change import ChangeOutcome
 from ps_core.cluster_view import Role
 from ps_core.errors import InvalidCheckpoint
+from ps_core.keys import NodeId
 from ps_core.manifest import PartReport
 from ps_runtime.system import clock
 from pushpull.v1 import scheduler_pb2
@@ -198,3 +199,24 @@ def test_who_may_take_the_step_or_has_is_waited_for(other: str) -> None:
     for worker in (0, 1):
         cluster.stay(worker, 4, 4)
     assert not cluster.happened(CheckpointBegunAgain)
+
+
+def test_who_has_not_come_to_the_cut_is_named_and_not_the_servers_that_wait_for_it() -> None:
+    cluster = Saving()
+    checkpoints = cluster.cluster.checkpoints
+    ahead, behind = (worker.node_id for worker in cluster.workers)
+    checkpoints.reached = {ahead: {MODEL: 5}, behind: {MODEL: 4}, NodeId(99): {MODEL: 1}}
+    cluster.cut()
+    assert f"waits for a step of worker node {behind} (" in checkpoints.reason(cluster.now_s)
+    for at in range(2):
+        cluster.report(cluster.servers[at], cluster.written(at))
+    assert "waits for the files of worker" in checkpoints.reason(cluster.now_s)
+
+
+@pytest.mark.parametrize("consistency", ["asp", "bsp:backup=1"])
+def test_a_cut_that_waits_for_no_late_worker_names_the_servers(consistency: str) -> None:
+    cluster = Saving(consistency=consistency)
+    checkpoints = cluster.cluster.checkpoints
+    checkpoints.reached = {cluster.workers[1].node_id: {MODEL: 1}}
+    cluster.cut()
+    assert "waits for the files of server" in checkpoints.reason(cluster.now_s)
