@@ -180,10 +180,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     The loss scale and `clip_norm` reach them: the norm is of all gradients together, or of those
     under BSP and those under SSP or ASP apart, if there are both.
 
-    All workers start from the parameters of rank 0, of those that it is given: frozen layers that
-    it is not given stay as each worker makes them: use one seed. They must register the same
-    parameters in the same order, with the same `requires_grad`. Parameters in bfloat16 or float16
-    have float32 masters on the servers, unlike in torch.optim, so small updates add up.
+    All workers give the same parameters in the same order, with the same `requires_grad`, and start
+    from rank 0's; frozen layers that are not given are each worker's own. Parameters in bfloat16 or
+    float16 have float32 masters on the servers, unlike in torch.optim, so small updates add up.
 
     The next step takes over changes that a script makes to parameters between two steps
     (`load_state_dict`, `nn.init`, in-place changes of any kind), if every worker makes the same
