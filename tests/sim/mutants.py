@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tests.sim.departure_mutants import DEPARTURE_MUTANTS
 from tests.sim.edit_mutants import EDIT_MUTANTS
+from tests.sim.given_mutants import GIVEN_MUTANTS
 from tests.sim.hand_over_mutants import HAND_OVER_MUTANTS
 from tests.sim.held_mutants import HELD_MUTANTS
 from tests.sim.journal_mutants import JOURNAL_MUTANTS
@@ -481,4 +482,5 @@ MUTANTS = (
     + RUN_SEPARATION_MUTANTS
     + ROW_MUTANTS
     + SHARD_MUTANTS
+    + GIVEN_MUTANTS
 )

@@ -40,6 +40,7 @@ from scheduler.machine.state import (
 )
 from tests.sim.actors import Layout, SimWorker
 from tests.sim.calamities import STRIKES, Calamities, Plan
+from tests.sim.given import GivenNumbers
 from tests.sim.replicated import LEASE_S, Place, ReplicatedServer
 from tests.sim.scheduled import BEAT_S, SCHEDULER, VIEW_DELAY_S, ScheduledSimulation
 from tests.sim.server import SimServer
@@ -77,6 +78,7 @@ class FailoverSimulation(ScheduledSimulation):
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self.servers: dict[NodeId, ReplicatedServer] = {}
         self._has_steps = False
+        self.given = GivenNumbers()
         self.watch = Watch(self.servers, lambda: self.scheduler.view, LEASE_S)
         super().__init__(seed, narrate=narrate)
         self.world.faults = self.world.faults.with_peers(random.Random(f"streams of {seed}"))
@@ -333,6 +335,7 @@ class FailoverSimulation(ScheduledSimulation):
     def _publish(self, transitions: tuple[Transition, ...]) -> None:
         super()._publish(transitions)
         if transitions:
+            self.given.told(self.scheduler.view)
             self._adopt(self.layout, self.scheduler.view)
             for worker in self.workers:
                 self._tell_worker(worker)
