@@ -256,13 +256,15 @@ class SimWorker:
         """Called when a step of one message has left, with its seal."""
         self.says_goodbye: Callable[[], None] = lambda: None
         """Called when it leaves a table, by a step that it does not take."""
-        self.window = PushWindow(2 * 256, resend_after_s=RESEND_S)
+        self.window = PushWindow(world.window_blocks * 256, resend_after_s=RESEND_S)
         self.window.assign(layout.owner)
         self.reads = Reads(world, cluster, layout)
         self.reads.end = self.end = f"worker {incarnation}"
         self.ended: dict[tuple[TableId, int], StepEnded] = {}
         self.summed: dict[tuple[TableId, int], StepEnded] = {}  # they wait for their scale
         self.sent: dict[EntryKey, Grad] = {}
+        self._leaving: dict[NodeId, list[EntryEvent]] = {}
+        """Entries of one message, where several may be in one."""
         self.lost: set[tuple[TableId, Grad]] = set()  # rejected or discarded
         self.read_early = False  # what was read last is of the newest step
         self.dropped: set[TableId] = set()
@@ -425,6 +427,13 @@ class SimWorker:
             self._handle(effects)
 
     def _handle(self, effects: Sequence[object]) -> None:
+        self._do(effects)
+        leaving, self._leaving = self._leaving, {}
+        for server, events in leaving.items():
+            self.world.counts["entries that came with others"] += len(events) > 1
+            self._send(server, events)
+
+    def _do(self, effects: Sequence[object]) -> None:
         for effect in effects:
             if isinstance(effect, StepEnded):
                 self._step_ended(effect)
@@ -485,12 +494,22 @@ class SimWorker:
         self.world.counts["blocks discarded"] += len(effect.discarded_blocks)
 
     def _carry(self, server: NodeId, *events: EntryEvent | None) -> None:
+        found = [event for event in events if event is not None]
+        if self.world.has_batches:
+            self._leaving.setdefault(server, []).extend(found)
+        else:
+            self._send(server, found)
+
+    def _send(self, server: NodeId, events: Sequence[EntryEvent]) -> None:
         def deliver() -> None:
+            if self.world.narrates:
+                for event in events:
+                    self.world.say(f"worker {self.rank} -> {server}: {event}")
+            if self.world.has_batches:
+                self.cluster[server].entries(events)
+                return
             for event in events:
-                if event is not None:
-                    if self.world.narrates:
-                        self.world.say(f"worker {self.rank} -> {server}: {event}")
-                    self.cluster[server].entry(event)
+                self.cluster[server].entry(event)
 
         narrates = self.world.narrates
         what = f"worker {self.rank} -> {server}: {events}" if narrates else "entries"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.sim.scheduled import ScheduledSimulation
+from tests.sim.test_batches import BatchReplacementSimulation, BatchSimulation
 from tests.sim.test_crashes import CrashSimulation
 from tests.sim.test_departures import (
     DepartureAwaySimulation,
@@ -114,6 +115,8 @@ KINDS: dict[str, type[Simulation]] = {
     "in-turn-replaced": InTurnReplacementSimulation,
     "in-turn-starts": InTurnRestartSimulation,
     "in-turn-restores": InTurnRestoreSimulation,
+    "batches": BatchSimulation,
+    "batches-replacements": BatchReplacementSimulation,
     "shards": ShardSimulation,
     "shards-restores": ShardRestoreSimulation,
 }
@@ -168,6 +171,8 @@ SHARES = {
     "in-turn-replaced": 3,
     "in-turn-starts": 5,
     "in-turn-restores": 5,
+    "batches": 10,
+    "batches-replacements": 10,
     "shards": 4,
     "shards-restores": 10,
 }

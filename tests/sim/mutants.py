@@ -5,6 +5,7 @@ A bug that no oracle sees is a gap in the simulation: mend that, and leave the b
 
 from __future__ import annotations
 
+from tests.sim.beside_mutants import BESIDE_MUTANTS
 from tests.sim.departure_mutants import DEPARTURE_MUTANTS
 from tests.sim.edit_mutants import EDIT_MUTANTS
 from tests.sim.given_mutants import GIVEN_MUTANTS
@@ -483,4 +484,5 @@ MUTANTS = (
     + ROW_MUTANTS
     + SHARD_MUTANTS
     + GIVEN_MUTANTS
+    + BESIDE_MUTANTS
 )

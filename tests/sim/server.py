@@ -81,6 +81,8 @@ class SimServer:
         self._tick_waits = False
         self._unread: tuple[object, ...] = ()
         """The last push that was not read."""
+        self._beside: list[EntryEvent] | None = None
+        """Entries of the message that comes now, if several may be in one."""
         world.after(TICK_S, self._tick)
 
     @property
@@ -186,7 +188,21 @@ class SimServer:
 
     def entry(self, event: EntryEvent) -> None:
         """An entry arrived, and is read; it is taken in its turn."""
-        self.works.begin(self._taking(self._decoded(event)))
+        read = self._decoded(event)
+        if self._beside is None:
+            self.works.begin(self._taking(read))
+        else:
+            self._beside.append(read)
+
+    def entries(self, events: Iterable[EntryEvent]) -> None:
+        """Those of one message: all are decided before anything is done, as in `ParameterNode`."""
+        beside = self._beside = []
+        for event in events:
+            self.entry(event)
+        self._beside = None
+        self.world.counts["several decided at once"] += len(beside) > 1
+        if beside:
+            self.works.begin(self._taking(*beside))
 
     def _decoded(self, event: EntryEvent) -> EntryEvent:
         """As `intake`: what is not here is not read, nor is the seal that comes with it."""
@@ -204,10 +220,12 @@ class SimServer:
             return event._replace(problem=Recovering("", retry_after_ms=100))
         return event
 
-    def _taking(self, event: EntryEvent) -> Work[None]:
-        if isinstance(event, SealEvent) and event.skip_if_invalid:
-            self._count_recalled(event)
-        effects = self.machine.entry(event, self.now_s)
+    def _taking(self, *events: EntryEvent) -> Work[None]:
+        effects: list[Effect] = []
+        for event in events:
+            if isinstance(event, SealEvent) and event.skip_if_invalid:
+                self._count_recalled(event)
+            effects += self.machine.entry(event, self.now_s)
         yield
         yield from self._carrying_out(effects)
 

@@ -96,6 +96,10 @@ class World:
         """By how much messages may come later, in seconds."""
         self.window_bytes = WINDOW_BYTES
         """So much may be on its way on a stream between servers before its receiver takes it."""
+        self.has_batches = False
+        """Whether what a worker sends to a server at once comes in one message."""
+        self.window_blocks = 2
+        """So many may be on their way from a worker to a server."""
         self.narrates = narrate
         self._numbers = itertools.count()
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
