@@ -6,6 +6,22 @@ from tests.sim.mutation import Mutant
 
 BESIDE_MUTANTS = (
     Mutant(
+        "a table that is made has no late joiner from its beginning",
+        "S6",
+        "scheduler/machine/cluster.py",
+        "        joins = self.changes.joined_before(session.run, view.worker_count)\n",
+        "        joins = ()\n",
+        ("tables-joins",),
+    ),
+    Mutant(
+        "who ends in the middle of its work has left in order",
+        "S6",
+        "scheduler/machine/membership.py",
+        "            return self._declare_gone(member.node, 0.0)\n        return self._leave(",
+        "            return self._leave(member.node, reason)\n        return self._leave(",
+        ("growth",),
+    ),
+    Mutant(
         "backups hear of the last of several updates that are decided at once",
         "S8",
         "ps_server/replication/output_commit.py",

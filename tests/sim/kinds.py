@@ -15,6 +15,11 @@ from tests.sim.test_departures import (
 from tests.sim.test_disagreements import DisagreeingSimulation
 from tests.sim.test_effects import EffectSimulation
 from tests.sim.test_failover import FailoverSimulation
+from tests.sim.test_growth import (
+    GrowthHandOverSimulation,
+    GrowthRestartSimulation,
+    GrowthSimulation,
+)
 from tests.sim.test_hand_overs import (
     HandOverDepartureSimulation,
     HandOverReplacementSimulation,
@@ -28,6 +33,7 @@ from tests.sim.test_in_turn import (
     InTurnRestoreSimulation,
 )
 from tests.sim.test_lanes import LaneSimulation
+from tests.sim.test_late_joins import LateJoinRestartSimulation, LateJoinSimulation
 from tests.sim.test_late_tables import LateTableSimulation
 from tests.sim.test_loads import LoadSimulation
 from tests.sim.test_logs import LogSimulation
@@ -115,6 +121,11 @@ KINDS: dict[str, type[Simulation]] = {
     "in-turn-replaced": InTurnReplacementSimulation,
     "in-turn-starts": InTurnRestartSimulation,
     "in-turn-restores": InTurnRestoreSimulation,
+    "growth": GrowthSimulation,
+    "growth-starts": GrowthRestartSimulation,
+    "growth-handovers": GrowthHandOverSimulation,
+    "tables-joins": LateJoinSimulation,
+    "tables-starts": LateJoinRestartSimulation,
     "batches": BatchSimulation,
     "batches-replacements": BatchReplacementSimulation,
     "shards": ShardSimulation,
@@ -171,6 +182,11 @@ SHARES = {
     "in-turn-replaced": 3,
     "in-turn-starts": 5,
     "in-turn-restores": 5,
+    "growth": 10,
+    "growth-starts": 10,
+    "growth-handovers": 10,
+    "tables-joins": 10,
+    "tables-starts": 10,
     "batches": 10,
     "batches-replacements": 10,
     "shards": 4,
