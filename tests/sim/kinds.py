@@ -61,7 +61,11 @@ from tests.sim.test_runs_emptied import (
 )
 from tests.sim.test_runs_emptied_logs import EmptiedLogSimulation
 from tests.sim.test_scheduler_away import AwaySimulation
-from tests.sim.test_scheduler_restarts import LongRestartSimulation, RestartSimulation
+from tests.sim.test_scheduler_restarts import (
+    LongRestartSimulation,
+    RestartSimulation,
+    SumRestartSimulation,
+)
 from tests.sim.test_sealed_together import TogetherSimulation
 from tests.sim.test_shared_data import ShardRestoreSimulation, ShardSimulation
 from tests.sim.test_simulation import Simulation
@@ -84,6 +88,7 @@ KINDS: dict[str, type[Simulation]] = {
     "away": AwaySimulation,
     "starts": RestartSimulation,
     "starts-more": LongRestartSimulation,
+    "starts-sums": SumRestartSimulation,
     "logs": LogSimulation,
     "starts-logs": LogRestartSimulation,
     "restores-logs": LogRestoreSimulation,
@@ -145,6 +150,7 @@ SHARES = {
     "away": 2,
     "starts": 3,
     "starts-more": 10,
+    "starts-sums": 10,
     "logs": 4,
     "starts-logs": 10,
     "restores-logs": 10,
