@@ -117,15 +117,21 @@ def server_optimizer(arguments: Namespace) -> ps.Adam | ps.Add | ps.Outer:
 
 
 def is_over(arguments: Namespace, client: ps.Client | None, step: int, end_s: float) -> bool:
-    """True when --minutes are over. Where steps wait for other workers, all end with the same step:
+    """True when --minutes are over. Where steps wait for all workers, all end with the same step:
     else one would wait in `synchronize` for those who wait for its next step.
     """
     is_my_end = time.monotonic() >= end_s
-    if client is None or arguments.minutes is None or client.consistency.mode.value == "asp":
+    if client is None or arguments.minutes is None or not waits_for_all(client):
         return is_my_end
     if step % (arguments.inner_steps or MEET_EVERY):
         return False
     return bool(client.all_reduce(int(is_my_end), "max"))
+
+
+def waits_for_all(client: ps.Client) -> bool:
+    """False under ASP, and with backup workers, where one that came late leaves out clocks."""
+    setting = client.consistency
+    return setting.mode.value != "asp" and not setting.backup_workers
 
 
 def train(arguments: Namespace, client: ps.Client | None) -> None:
@@ -157,7 +163,9 @@ def train(arguments: Namespace, client: ps.Client | None) -> None:
             print(f"step {step}: training perplexity {math.exp(loss.item()):.2f}")
         if is_over(arguments, client, step, end_s):
             break
-    if isinstance(optimizer, ps.DistributedOptimizer):
+    # With backup workers one that came late may wait for a step that the others do not take.
+    if client is not None and not client.consistency.backup_workers:
+        assert isinstance(optimizer, ps.DistributedOptimizer)
         optimizer.synchronize()  # inner steps since the last exchange, if there are any
     reached = perplexity(model, held_out_windows(arguments.length))
     if client is not None:
