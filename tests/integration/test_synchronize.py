@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -105,6 +106,37 @@ def test_every_worker_has_every_step_of_all(clients: list[ps.Client], kind: str)
         total = sum((count + more) * 10.0**rank for rank, count in enumerate(counts))
         for found in histories:
             assert torch.equal(found[more], torch.full((2, FEATURES), -total))
+
+
+def test_loops_by_the_clock_meet_with_backup_workers() -> None:
+    """By the number of their steps one that left out clocks would wait for those that are here."""
+    others_are_ahead = threading.Event()
+
+    def run(client: ps.Client) -> tuple[int, torch.Tensor]:
+        model, count = zeroed(), 0
+        optimizer = optimizer_for(client, model, "by the clock", consistency="bsp:backup=1")
+        while optimizer.clock < 8:
+            if client.rank == 2 and count == 1:
+                assert others_are_ahead.wait(DEADLINE_S)
+            step(optimizer, model, 1.0)
+            count += 1
+            if client.rank == 0 and optimizer.clock == 5:
+                others_are_ahead.set()
+        optimizer.synchronize()
+        return count, model.weight.detach()
+
+    with ps.local_cluster(servers=1, workers=WORKERS) as cluster, ExitStack() as stack:
+        own = [
+            stack.enter_context(
+                ps.connect(cluster.address, rank=rank, request_deadline_s=DEADLINE_S)
+            )
+            for rank in range(WORKERS)
+        ]
+        found = together([partial(run, client) for client in own])
+    assert [count for count, _ in found[:2]] == [8, 8]
+    assert found[2][0] < 8, "it left out clocks"
+    for _, weight in found[1:]:
+        assert torch.equal(weight, found[0][1])
 
 
 def test_sums_that_workers_apply_themselves_are_the_same_anyway(clients: list[ps.Client]) -> None:
