@@ -220,10 +220,13 @@ class Schedule:
         return self.prepared, self.hold_point, self.taken
 
     def settled(self, number: int) -> ChangeResult | None:
-        """The outcome of the newest proposal, in the deciding range; None: it is open."""
+        """The outcome of a proposal since the newest that was taken, in the deciding range; None:
+        it is open, or not known any more. One before another that was prepared has ended.
+        """
         if number == self.taken[0]:
             return ChangeResult(ChangeOutcome.TAKEN, self.taken[1])
-        is_given_up = number == self.prepared and self.hold_point is None
+        has_ended = number < self.prepared or (number == self.prepared and self.hold_point is None)
+        is_given_up = has_ended and number > self.taken[0]
         return ChangeResult(ChangeOutcome.GIVEN_UP) if is_given_up else None
 
     def take(self, change: TableChange) -> bool:

@@ -108,6 +108,20 @@ def test_a_proposal_that_the_first_range_has_not_heard_of_is_given_up_when_asked
     assert servers.settings(servers.first) == {BSP}
 
 
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_proposal_before_the_newest_was_given_up(taken: int) -> None:
+    """Who has not heard that, nor of the newest, held its steps for good without the scheduler."""
+    servers = Servers()
+    for number in range(1, taken + 1):
+        servers.propose(number)
+        servers.propose(number, decided_after=number)
+    servers.propose(taken + 1)
+    servers.propose(taken + 2, to=[servers.first])
+    assert servers.ask() == ChangeResult(ChangeOutcome.GIVEN_UP)
+    assert servers.holds(servers.other) == {False}
+    assert servers.first.outcome(TABLE, taken + 2) is None, "it may be taken"
+
+
 def test_an_answer_about_a_table_that_has_gone_meanwhile_changes_nothing() -> None:
     """Its run has ended; the server goes on."""
     servers = Servers()
