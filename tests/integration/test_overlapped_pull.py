@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy, linear
 
 import ps_worker as ps
 from ps_core.errors import InvalidConfig, WaitExpired
+from tests.integration.ctrl_c import ctrl_c_in
 from tests.integration.cut_wire import cut_wire
 from tests.integration.outer_training import together
 from tests.integration.replicated_cluster import (
@@ -346,6 +347,23 @@ def test_a_change_between_a_step_and_the_next_forward_is_an_edit(clients: list[p
         assert differing(each, found[-1]) == []
     calm = together(clients, partial(train, make=Plain, name="not edited"))
     assert differing(calm[0], found[0]) != []
+
+
+@pytest.mark.thorough
+def test_ctrl_c_while_unchanged_values_are_copied_loses_none() -> None:
+    """Those that did not come in a step are brought from the values of the step before."""
+    model = seeded(lambda: nn.ParameterDict({"first": torch.zeros(64), "last": torch.zeros(64)}))
+    with ps.local_cluster(servers=1, workers=1) as cluster, ps.connect(cluster.address) as client:
+        optimizer = optimizer_of(client, model, "model", optimizer=ps.SGD(lr=1.0))
+        for step in range(5):
+            optimizer.zero_grad()
+            (model["last"] + (model["first"] if step < 2 else 0)).sum().backward()
+            optimizer.step()
+            if step == 2:
+                with ctrl_c_in("is_same", "held_values.py"):
+                    optimizer.wait()
+            optimizer.wait()
+            assert model["first"][0].item() == -min(step + 1, 2)
 
 
 @pytest.mark.thorough

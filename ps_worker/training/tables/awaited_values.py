@@ -129,13 +129,13 @@ class AwaitedValues:
         """Copy the blocks that did not come, because `received` has them, unless they are there."""
         if piece.is_whole:
             return
-        piece.is_whole = True
         size, here, there = self._handle.table.spec.block_elements, self._received, self._there
         for begin in range(piece.region.begin, piece.region.end, size):
             block, end = begin // size, min(begin + size, piece.region.end)
             is_new = not self._held_there.is_same(self._asked, block)
             if is_new and self._asked.is_same(self._held, block):
                 there.values[begin:end] = here.values[begin:end]
+        piece.is_whole = True  # not before: Ctrl-C may come between two blocks
 
     def _pull_again(self, pieces: list[_Piece]) -> None:
         for piece in pieces:
