@@ -135,7 +135,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 def _take_signals_at_the_end() -> None:
     """The process ends without a signal now, so one cuts nothing off, unless it waits for threads
-    of the script. Handlers of the script's own stay.
+    of the script. A second one ends it. Handlers of the script's own stay.
     """
     for number, ours in ((signal.SIGTERM, _stop), (signal.SIGINT, signal.default_int_handler)):
         if signal.getsignal(number) is ours:
@@ -143,12 +143,15 @@ def _take_signals_at_the_end() -> None:
 
 
 def _stop_threads(number: int, _frame: FrameType | None) -> None:
-    """End the process at once if threads of the script go on."""
+    """End the process at once if threads of the script go on; else the next signal does."""
     others = (each for each in threading.enumerate() if each is not threading.main_thread())
     if any(not each.daemon for each in others):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_SIGNALLED + number)
+    for each in (signal.SIGTERM, signal.SIGINT):  # what the script has for its exit may hang
+        if signal.getsignal(each) is _stop_threads:
+            signal.signal(each, signal.SIG_DFL)
 
 
 def _show(failure: BaseException, script: Path) -> int:

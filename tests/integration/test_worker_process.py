@@ -194,6 +194,30 @@ def test_a_signal_after_the_script_cuts_nothing_off(scripts: Scripts, number: in
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_after_the_script_ends_it(scripts: Scripts, number: int) -> None:
+    """What a script has for its exit, such as an upload of its logs, may hang."""
+    text = f"""
+        import atexit, os, threading
+
+        def end():
+            os.kill(os.getpid(), {int(number)})
+            print("hangs", flush=True)
+            threading.Event().wait()
+
+        atexit.register(end)
+    """
+    process = scripts.start(text)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "hangs\n"
+    process.send_signal(number)
+    try:
+        assert process.communicate(timeout=DEADLINE_S) == ("", "")
+    finally:
+        process.kill()
+    assert process.returncode == -number
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_script_s_threads_that_go_on(scripts: Scripts, number: int) -> None:
     text = """
         import threading
