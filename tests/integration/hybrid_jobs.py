@@ -176,6 +176,7 @@ BUFFERS: dict[str, Callable[[int], torch.Tensor]] = {
     "empty": lambda of: torch.full((0, 2), of),
     "short": lambda of: torch.full((3,), of, dtype=torch.int16),
     "true": lambda of: torch.tensor([of == 0]),
+    "sparse": lambda of: torch.diag(torch.arange(3.0) - of).to_sparse(),
 }
 
 
@@ -185,7 +186,7 @@ def hold_buffers(client: ps.Client) -> Tensors:
     for name, made in BUFFERS.items():
         model.register_buffer(name, made(client.rank))
     ps.HybridOptimizer(client, model, local_optimizer(model.parameters()), name="with buffers")
-    return {name: model.get_buffer(name) for name in BUFFERS}
+    return {name: model.get_buffer(name).to_dense() for name in BUFFERS}
 
 
 def refuse_wrapped(client: ps.Client) -> list[str]:

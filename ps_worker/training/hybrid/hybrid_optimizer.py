@@ -320,13 +320,14 @@ class HybridOptimizer(torch.optim.Optimizer):
         self._known.check(self._local.param_groups, name)
         self._half.restored.check(self._local.param_groups, name)
 
+    @torch.no_grad()
     def _begin_alike(self, own: list[torch.Tensor]) -> None:
         if self._client.world_size == 1:
             return
         buffers = [buffer for _, buffer in persistent_buffers(self._module)]
         whole = (each for each in buffers if not is_sharded(each))
         for tensor in (*own, *self._untrained(), *whole):
-            _begin_as_rank_0(tensor.detach())
+            _begin_as_rank_0(tensor)
 
     @property
     def clock(self) -> int:
@@ -594,8 +595,13 @@ class _OpenStep:
 
 def _begin_as_rank_0(tensor: torch.Tensor) -> None:
     """Write rank 0's values into a tensor, as bytes: torch's process groups lack some dtypes, and
-    of strided tensors send other memory.
+    of strided tensors send other memory. Sparse and quantized ones have more than one piece.
     """
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        given = [tensor.cpu()]
+        distributed.broadcast_object_list(given, src=0)
+        tensor.copy_(given[0])
+        return
     values = tensor.contiguous()
     distributed.broadcast(values.view(-1).view(torch.uint8), src=0)
     if values.data_ptr() != tensor.data_ptr():
