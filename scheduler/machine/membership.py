@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ps_core.cluster_view import Node, NodeState, Role, Session
 from ps_core.errors import (
@@ -62,7 +62,8 @@ restarted servers, must not fill the view."""
 
 CUT_OFF_S = 600.0
 """The longest time in which a scheduler that hears nobody takes itself for cut off: perhaps nobody
-is left who could be heard."""
+is left who could be heard. Who comes for a moment meanwhile, such as an evaluator, does not make it
+longer."""
 
 REGISTER_AGAIN_MS = 100  # wait before a node of an earlier timeline registers again
 ASK_AGAIN_MS = 50  # wait while the scheduler hears the servers, which takes a heartbeat
@@ -80,6 +81,20 @@ KEPT_COUNT = 100
 """Readers that have left and stay in the view; as many servers, and workers of removed runs."""
 
 
+@dataclass(slots=True)
+class _Cut:
+    """A time in which none of the nodes was heard that were there when it began.
+
+    Attributes:
+        next_node_id: of those who come later.
+        ended_s: since when somebody is heard, or wants to register; None: nobody.
+    """
+
+    begun_s: float
+    next_node_id: int
+    ended_s: float | None = None
+
+
 class Membership:
     """The nodes of a cluster, and when each was last heard."""
 
@@ -89,7 +104,7 @@ class Membership:
         self._detector = FailureDetector(settings.lease_s, now_s)
         self._may_return: dict[NodeId, float] = {}  # deadline for a replacement, by worker
         self._unheard: set[NodeId] = set()  # not heard since the journal was resumed
-        self._cut_off_s: float | None = None  # since when it is cut off
+        self._cut: _Cut | None = None
         self._reached_s = -math.inf  # when somebody last wanted to register
         self._resumed_s: float | None = None  # None: a new cluster
 
@@ -412,13 +427,29 @@ class Membership:
 
     def _note_cut(self, now_s: float) -> bool:
         """True while the scheduler is cut off. Silence counts from the end of that."""
-        if not self._hears_nobody(now_s):
-            if self._cut_off_s is not None:
+        hears_nobody = self._hears_nobody(now_s)
+        if self._cut is None:
+            if not hears_nobody:
+                return False
+            self._cut = _Cut(now_s, self._state.next_node_id)
+        cut = self._cut
+        is_long = now_s - cut.begun_s > CUT_OFF_S
+        if hears_nobody:
+            cut.ended_s = None
+            return not is_long
+        if cut.ended_s is None:
+            cut.ended_s = now_s
+            if not is_long:
                 self._detector.renew(now_s)
-            self._cut_off_s = None
-            return False
-        self._cut_off_s = now_s if self._cut_off_s is None else self._cut_off_s
-        return now_s - self._cut_off_s <= CUT_OFF_S
+        timeout_s = self._settings.worker_timeout_s or 0.0
+        if self._has_heard_any_before(cut.next_node_id) or now_s - cut.ended_s > timeout_s:
+            self._cut = None
+        return False
+
+    def _has_heard_any_before(self, node_id: int) -> bool:
+        """True if a node of an earlier id is heard."""
+        nodes = (each.node for each in self._state.members.values())
+        return any(n.state is NodeState.ALIVE and n.node_id < node_id for n in nodes)
 
     def _hears_nobody(self, now_s: float) -> bool:
         """True if all members are silent, a server among them, and nobody wants to be one: rather

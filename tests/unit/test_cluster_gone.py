@@ -95,6 +95,33 @@ def test_who_wants_to_register_proves_that_the_scheduler_is_reached() -> None:
     assert harness.node(dead).state is NodeState.GONE
 
 
+def test_who_comes_and_goes_while_nobody_is_heard_does_not_put_that_off() -> None:
+    """As an evaluator does, or a server that ends at once: dead workers were never given up."""
+    harness = Harness(worker_timeout_s=10.0)
+    harness.join(Role.SERVER)
+    worker = harness.join(Role.WORKER)
+    for _ in range(13):
+        harness.pass_time(CUT_OFF_S / 12)
+        harness.leave(harness.join(Role.READER))
+    harness.pass_time(10)
+    assert harness.node(worker).state is NodeState.GONE
+
+
+def test_a_later_cut_has_its_own_time() -> None:
+    """All nodes of before are dead, and others are there."""
+    harness = Harness(worker_timeout_s=10.0)
+    harness.join(Role.SERVER)
+    dead = harness.join(Role.WORKER)
+    harness.pass_time(CUT_OFF_S / 2)
+    server = harness.join(Role.SERVER)
+    harness.pass_time(12, server)
+    assert harness.node(dead).state is NodeState.GONE
+    worker = harness.join(Role.WORKER)
+    harness.pass_time(CUT_OFF_S, server, worker)
+    harness.pass_time(CUT_OFF_S / 2)
+    assert harness.node(worker).state is NodeState.SILENT
+
+
 def test_a_worker_that_is_heard_in_time_is_not_gone() -> None:
     harness = Harness(worker_timeout_s=10.0)
     worker = harness.join(Role.WORKER)
