@@ -16,6 +16,7 @@ import torch
 
 import ps_worker as ps
 from ps_worker.spec.optimizers import ServerOptimizer
+from tests.combinations.drawn import drawn_looks
 from tests.combinations.faults import MOMENTS, Fault, drawn_faults
 
 STEPS, COLUMNS = 12, 8
@@ -69,6 +70,7 @@ class Counted:
         synchronizes: the steps after which all take the common model.
         has_shards: the steps are those that a data set's shards give.
         late: the step of worker 0 before which another one joins; 0: none does.
+        looks: the steps after which a worker tells of its values, which it does not read else.
         has_sampler: the steps are those of a DistributedSampler's epochs.
         saves_after: the step after which all make a checkpoint, from which `later` workers go on
             with steps that count from 1, and with what `late`, `deaths` and `faults` say; 0: none.
@@ -89,6 +91,7 @@ class Counted:
     is_read: bool
     edits: frozenset[int]
     synchronizes: frozenset[int]
+    looks: frozenset[int]
     has_shards: bool
     has_sampler: bool
     saves_after: int
@@ -171,6 +174,7 @@ def counted(seed: int) -> Counted:
         is_read=draw.random() < 0.25 and optimizer != "aggregate",
         edits=some(is_fixed and setting == "bsp" and not (changes or saves_after)),
         synchronizes=some(is_fixed and not has_shards),
+        looks=drawn_looks(seed),
         has_rows=draw.random() < 0.3 and may_have_rows,
         has_shards=has_shards,
         has_sampler=has_sampler,

@@ -101,7 +101,8 @@ class _Worker:
         if order.number != 0:  # the values are rank 0's
             for parameter in self.model.parameters():
                 nn.init.constant_(parameter, 0.5 + order.number)
-        self.model.large.requires_grad_(not training.unfrozen)
+        self.trains_large = not training.unfrozen
+        self.model.large.requires_grad_(self.trains_large)
         if training.has_rows:
             self.model.rows = make_rows(client, training)
         options = dict(training.options)
@@ -133,8 +134,8 @@ class _Worker:
             self._tell("before", step)
             self._step(step, samples)
             self.step_number = step
-            trains = self.model.large.requires_grad
-            self.pipe.send(("step", step, self.optimizer.clock, self._values(), trains))
+            values = self._values() if step in self.training.looks else None
+            self.pipe.send(("step", step, self.optimizer.clock, values, self.trains_large))
             for after, setting in self.training.changes:
                 if after == step and self.order.is_first:
                     for optimizer in self.optimizers:
@@ -200,7 +201,10 @@ class _Worker:
     def _step(self, step: int, samples: Iterable[int]) -> None:
         model, rank, accumulate = self.model, self.client.rank, self.training.options["accumulate"]
         is_unfrozen = self.optimizer.clock + 1 >= self.training.unfrozen
-        model.large.requires_grad_(is_unfrozen and step not in self.training.frozen)
+        trains_large = is_unfrozen and step not in self.training.frozen
+        if trains_large != self.trains_large:  # to ask the parameter would read it
+            model.large.requires_grad_(trains_large)
+            self.trains_large = trains_large
         if step in self.training.edits:
             model.start.data.add_(1000.0)
         for optimizer in self.optimizers:
@@ -211,7 +215,7 @@ class _Worker:
             loss = (model.small * coefficients).sum()
             if self.training.trains_two:
                 loss = loss + (self.second.large * coefficients).sum()
-            if model.large.requires_grad:
+            if trains_large:
                 loss = loss + (model.large * coefficients).sum()
             if not is_absent(self.training, self.order.number, step):
                 loss = loss + (model.sparse * coefficients).sum()

@@ -54,7 +54,7 @@ class _Told:
     Attributes:
         place: its rank if it is of those that the cluster was started for, and replaces nobody.
         steps: the last that it ended.
-        after: by step: its clock, and its model.
+        after: by step that it tells the values of: its clock, and its model.
         end: its model when it has ended.
         residuals: what its codec has left.
         death: the moment at which it was killed; None: it was not.
@@ -70,9 +70,10 @@ class _Told:
     death: Death | None = None
     frozen: set[int] = field(default_factory=set)
 
-    def ended(self, step: int, clock: int, values: Values, trains_large: bool) -> None:
+    def ended(self, step: int, clock: int, values: Values | None, trains_large: bool) -> None:
         self.steps = step
-        self.after[step] = clock, values
+        if values is not None:
+            self.after[step] = clock, values
         if not trains_large:
             self.frozen.add(step)
 

@@ -83,6 +83,8 @@ class Drawn:
         not_finite: steps in which a loss scale finds an infinity at every worker; None: no scale.
         has_rows: the model has an Embedding, with these options.
         trains_two: a second model takes a step after each of the first.
+        looks: steps after which a worker in parts looks at the parameters; after others forward is
+            the first that reads them.
     """
 
     seed: int
@@ -96,6 +98,7 @@ class Drawn:
     has_rows: bool
     rows: dict[str, Any]
     trains_two: bool
+    looks: frozenset[int]
     parts: tuple[Part, ...]
 
     def __str__(self) -> str:
@@ -141,8 +144,16 @@ def drawn(seed: int) -> Drawn:
         has_rows=draw.random() < 0.25 and not isinstance(optimizer, ps.Outer),
         rows=_rows(random.Random(f"rows of {seed}"), options["consistency"]),
         trains_two=draw.random() < 0.2,
+        looks=drawn_looks(seed),
         parts=_parts(draw, random.Random(f"faults of {seed}"), workers),
     )
+
+
+def drawn_looks(seed: int) -> frozenset[int]:
+    """All steps, or some of them: values may be on their way until something reads them."""
+    draw = random.Random(f"looks of {seed}")
+    share = draw.choice((1.0, 0.3, 0.0))
+    return frozenset(step for step in range(1, STEPS) if draw.random() < share) | {STEPS}
 
 
 def _rows(draw: random.Random, consistency: str) -> dict[str, Any]:

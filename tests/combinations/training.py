@@ -66,6 +66,7 @@ class _Worker:
             torch.manual_seed(5)
             self.model = _Net(rows)
             self.second = nn.Linear(WIDTH, CLASSES) if training.trains_two else None
+        self.hidden = [*self.model.hidden.parameters()]  # to ask the model would read them
         groups: list[dict[str, Any]] = [
             {"params": [*self.model.hidden.parameters(), *self.model.norm.parameters()]},
             {"params": [*self.model.head.parameters()], "lr": 5e-3},
@@ -98,7 +99,7 @@ class _Worker:
     def step(self, before_it_ends: Callable[[], None]) -> None:
         """Take the next step."""
         drawn, number = self.drawn, self.position.seen + 1
-        for parameter in self.model.hidden.parameters():
+        for parameter in self.hidden:
             parameter.requires_grad_(number not in drawn.frozen)
         if number in drawn.edits:
             self.model.head.bias.data.mul_(0.5).add_(0.01)
@@ -125,10 +126,10 @@ class _Worker:
                 optimizer.synchronize()
         self.position.seen = number
 
-    def digests(self) -> dict[str, str]:
-        """Of everything that a step may have changed."""
-        state = dict(self.model.state_dict())
-        if self.second is not None:
+    def digests(self, *, looks: bool) -> dict[str, str]:
+        """Of everything that a step may have changed; the parameters only if it `looks`."""
+        state = dict(self.model.state_dict()) if looks else {}
+        if self.second is not None and looks:
             state |= {f"second.{name}": value for name, value in self.second.state_dict().items()}
         if self.model.rows is not None:
             state["rows"] = self.model.rows(torch.arange(ROWS)).detach()
@@ -150,6 +151,7 @@ class _Run:
     drawn: Drawn
     part: Part
     faults: Faults
+    looks: frozenset[int]
 
     def train(self, client: ps.Client) -> History:
         """A worker's steps in this cluster."""
@@ -169,7 +171,7 @@ class _Run:
 
             worker.step(in_step)
             number = worker.position.seen
-            history[number] = worker.digests()
+            history[number] = worker.digests(looks=number in self.looks)
             client.save_point()
             if number == self.part.saves_after:
                 client.barrier()
@@ -190,20 +192,22 @@ class _Run:
 def run_whole(training: Drawn, folder: Path) -> list[History]:
     """The training in one cluster."""
     part = Part(servers=1, replicas=1, saves_after=0, ends_after=STEPS)
-    return _run_part(training, part, folder, resume=False)
+    return _run_part(training, part, folder, resume=False, looks=frozenset(range(1, STEPS + 1)))
 
 
 def run_in_parts(training: Drawn, folder: Path) -> list[History]:
     """The training from checkpoint to checkpoint. A step that was taken again counts once it is."""
     found: list[History] = [{} for _ in range(training.workers)]
     for number, part in enumerate(training.parts):
-        part_of = _run_part(training, part, folder, resume=number > 0)
+        part_of = _run_part(training, part, folder, resume=number > 0, looks=training.looks)
         for history, later in zip(found, part_of, strict=True):
             history |= later
     return found
 
 
-def _run_part(training: Drawn, part: Part, folder: Path, *, resume: bool) -> list[History]:
+def _run_part(
+    training: Drawn, part: Part, folder: Path, *, resume: bool, looks: frozenset[int]
+) -> list[History]:
     url = str(folder)
     logs = UpdateLogPlan(f"{folder}-logs-{part.ends_after}", is_synced=True)
     with replicated_cluster(
@@ -215,7 +219,7 @@ def _run_part(training: Drawn, part: Part, folder: Path, *, resume: bool) -> lis
         update_log=logs if part.has_logs else NO_UPDATE_LOG,
         has_journal=True,
     ) as cluster:
-        run = _Run(training, part, Faults(cluster, part.faults))
+        run = _Run(training, part, Faults(cluster, part.faults), looks)
         return together(cluster.address, training.workers, run.train, request_deadline_s=DEADLINE_S)
 
 
@@ -227,7 +231,7 @@ def differences(whole: Sequence[History], in_parts: Sequence[History]) -> list[s
             if step not in one or step not in other:
                 found.append(f"worker {rank} has not come to step {step}")
                 break
-            names = [name for name, value in one[step].items() if other[step].get(name) != value]
+            names = [name for name, value in other[step].items() if one[step].get(name) != value]
             if names:
                 found.append(f"worker {rank} after step {step}: {', '.join(names)}")
                 break
