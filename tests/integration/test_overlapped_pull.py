@@ -423,6 +423,26 @@ def test_a_layer_that_comes_later_is_awaited_too(clients: list[ps.Client]) -> No
     together(clients, check)
 
 
+def test_a_layer_that_comes_later_and_keeps_its_parameters_is_awaited_too(
+    clients: list[ps.Client],
+) -> None:
+    def check(client: ps.Client) -> None:
+        model = made(Plain)
+        optimizer = optimizer_of(client, model, "grown by one that keeps", buffers=None)
+        with _one_at_a_time:
+            torch.manual_seed(4)
+            model.append(Keeping(4))
+        optimizer.add_param_group({"params": list(model[5].parameters())})
+        backward(client, model, 0)
+        (kept, _), before = model[5].kept, model[5].weight.detach().clone()
+        optimizer.step()
+        assert torch.equal(kept, before)
+        model(torch.zeros(2, WIDTH))
+        assert not torch.equal(kept, before)
+
+    together(clients, check)
+
+
 def test_with_backup_workers_a_step_waits_for_its_values(clients: list[ps.Client]) -> None:
     def check(client: ps.Client) -> None:
         model = made(Plain)

@@ -14,6 +14,7 @@ Rules:
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -87,11 +88,11 @@ class AwaitedParameters:
         self._module = module
         self._waiting: list[nn.Module] = []
         self._hooks: list[RemovableHandle] = []
+        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         if module is not None:
             before = module.register_forward_pre_hook(self._before_compiled, prepend=True)
-            owners = (each for each in module.modules() if each._parameters)
-            hooks = (each.register_forward_pre_hook(_before, prepend=True) for each in owners)
-            self._hooks += [before, *hooks]
+            self._hooks.append(before)
+            self._hook([each for each in module.modules() if each._parameters])
         # By the identity of the parameter: its table and its place there.
         self._places: dict[int, tuple[TrainedTable, int]] = {}
 
@@ -105,12 +106,21 @@ class AwaitedParameters:
             return
         # Some may have come since the last step.
         self._waiting = [each for each in self._module.modules() if each._parameters]
+        self._hook(self._waiting)  # some are new
         for module in self._waiting:
             awaited: Any = module._parameters
             if not isinstance(awaited, _Awaited):
                 # As an attribute it would be looked at by torch, which takes microseconds.
                 awaited = vars(module)["_parameters"] = _Awaited(awaited)
             awaited.awaits.append(self.wait_for)
+
+    def _hook(self, modules: Iterable[nn.Module]) -> None:
+        """Have these wait before their forward."""
+        for module in modules:
+            if module not in self._hooked:
+                self._hooked.add(module)
+                hook = module.register_forward_pre_hook(_before, prepend=True)
+                self._hooks.append(hook)
 
     def wait(self) -> None:
         """Wait for all values, and write them."""
