@@ -63,7 +63,12 @@ from ps_worker.training.local_optimizer import (
     outer_of,
 )
 from ps_worker.training.model_pull import known_birth, table_prefix
-from ps_worker.training.module_buffers import BufferTable, OwnBuffers, buffer_layouts
+from ps_worker.training.module_buffers import (
+    BufferTable,
+    OwnBuffers,
+    buffer_layouts,
+    check_none_is_new,
+)
 from ps_worker.training.optimizer_state import (
     InnerStepsState,
     OptimizerState,
@@ -74,7 +79,7 @@ from ps_worker.training.optimizer_state import (
     numbered,
 )
 from ps_worker.training.served_state import ServedState, pulled_arrays, torch_state
-from ps_worker.training.tables.awaited_parameters import AwaitedParameters
+from ps_worker.training.tables.awaited_parameters import AwaitedParameters, check_in_module
 from ps_worker.training.tables.step_scale import (
     StepScale,
     amp_scale_of,
@@ -461,7 +466,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Blocking: until rank 0 has given the values.
 
         Raises:
-            InvalidConfig: a setting of the group is wrong.
+            InvalidConfig: a setting of the group is wrong, or the module has buffers that it did
+                not have when the optimizer was made: workers would not share them.
         """
         if not self._is_made:  # torch's constructor hands over the first groups
             _plain(_Base.add_param_group)(self, param_group)
@@ -469,6 +475,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         position = sum(len(group["params"]) for group in self.param_groups)
         group = named_group(param_group, self._module, position)
         self._check_awaited([group])
+        if self._module is not None and self._model.options.buffers is not None:
+            check_none_is_new(self._module, self._buffers)
         if self._model.inner is not None:
             self._model.inner.add_param_group(group)
         else:
@@ -679,16 +687,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _check_awaited(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Refuse parameters that would be read without being awaited."""
-        if not self._model.options.overlap_pull or self._module is None:
-            return
-        known = {id(parameter) for parameter in self._module.parameters()}
-        for group in groups:
-            for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                if id(parameter) not in known:
-                    raise InvalidConfig(
-                        f"parameter '{name}' is not in the module; with overlap_pull all have to "
-                        "be, because reads of the module's parameters wait for them"
-                    )
+        if self._model.options.overlap_pull and self._module is not None:
+            check_in_module(self._module, groups)
 
     def _tables_of_group(self, number: int) -> list[TrainedTable]:
         group, optimizer = self.param_groups[number], self._optimizer

@@ -87,6 +87,20 @@ def buffer_layouts(prefix: str, module: nn.Module) -> list[FlatLayout]:
     return [layout for layout in layouts if layout is not None]
 
 
+def check_none_is_new(module: nn.Module, tables: Iterable[BufferTable]) -> None:
+    """Refuse buffers that came into the module after its optimizer was made."""
+    known = {name for table in tables for name in table.names}
+    new = [n for n, each in persistent_buffers(module) if each.numel() and n not in known]
+    if new:
+        raise InvalidConfig(
+            f"buffer '{new[0]}' came into the module after its optimizer was made, so that workers "
+            "would not share it, nor checkpoints have it; expected the layer in the module before "
+            "the optimizer is made, from parameters without the layer's and module=, and its "
+            "parameters by add_param_group later; or choose buffers=None, with which each worker "
+            "keeps its own"
+        )
+
+
 def write_values(target: torch.Tensor, values: torch.Tensor) -> None:
     """Write `values` into `target`, rounded to the nearest integer if `target` has integers."""
     with torch.no_grad():
@@ -148,6 +162,11 @@ class BufferTable:
             block_elements=options.block_elements,
             allow_non_finite=True,
         )
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its buffers."""
+        return [entry.name for entry in self._layout.placed]
 
     def begin_assign(self) -> None:
         """Give the servers rank 0's buffers."""

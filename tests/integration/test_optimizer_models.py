@@ -93,6 +93,24 @@ def test_groups_have_their_own_numbers_and_may_be_added(
     check_equal(evaluated, model)
 
 
+def test_a_group_of_a_layer_with_buffers_that_nobody_shares_is_refused(client: ps.Client) -> None:
+    """Each worker would keep its own running statistics, and a checkpoint would lose them."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    optimizer = ps.DistributedOptimizer(client, model, ps.SGD(lr=0.1), name="grown")
+    model.append(torch.nn.BatchNorm1d(4))
+    with pytest.raises(ps.InvalidConfig, match=r"buffer '1\.running_mean' came .* buffers=None"):
+        optimizer.add_param_group({"params": model[1].parameters()})
+    assert len(optimizer.param_groups) == 1
+    own, early = (
+        ps.DistributedOptimizer(
+            client, model[0].parameters(), ps.SGD(lr=0.1), name=name, module=model, buffers=buffers
+        )
+        for name, buffers in (("own", None), ("early", "rank0"))
+    )
+    for each in (own, early):
+        each.add_param_group({"params": model[1].parameters()})
+
+
 @pytest.mark.parametrize(("at_first", "later"), [("bsp", "asp"), ("asp", "bsp")])
 def test_a_group_begins_as_the_setting_has_it_that_others_have_changed(
     client: ps.Client, at_first: str, later: str

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ps_core.errors import InvalidConfig
 from ps_runtime.observe import logs
 
 if TYPE_CHECKING:
@@ -29,6 +30,18 @@ if TYPE_CHECKING:
 
 Await: TypeAlias = Callable[[Iterable[torch.Tensor]], None]
 """Waits until these parameters have their values."""
+
+
+def check_in_module(module: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse parameters that would be read without being awaited."""
+    known = {id(parameter) for parameter in module.parameters()}
+    for group in groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            if id(parameter) not in known:
+                raise InvalidConfig(
+                    f"parameter '{name}' is not in the module; with overlap_pull all have to "
+                    "be, because reads of the module's parameters wait for them"
+                )
 
 
 class _Awaited(dict[str, nn.Parameter | None]):
