@@ -179,7 +179,7 @@ class TrainedModel:
         """The clock of a table that is made now; 0 if workers' clocks may differ."""
         awake = [(table.handle, not table.is_asleep) for table in self.tables]
         settings = self._settings.ahead(1, awake)  # which others may have changed
-        if any(s.mode is not Mode.BSP or s.backup_workers for s in settings):
+        if any(s.mode is Mode.ASP or s.backup_workers for s in settings):
             return 0
         return max((birth_clock(t.name) + t.handle.clock for t in self.tables), default=0)
 

@@ -127,6 +127,28 @@ def test_a_group_begins_as_the_setting_has_it_that_others_have_changed(
     assert optimizer.trained_model.tables[-1].name == begun[later]
 
 
+def test_a_reader_has_a_group_that_came_later_under_ssp(
+    client: ps.Client, reader: ps.Client
+) -> None:
+    """At the same step as the others: its table has a clock of its own."""
+    model, name = seeded(Branched), "grown under ssp"
+    optimizer = ps.DistributedOptimizer(
+        client,
+        model.first.parameters(),
+        ps.SGD(lr=0.1),
+        module=model,
+        name=name,
+        consistency="ssp:2",
+    )
+    train(model, optimizer, *batches(2))
+    others = [each for n, each in model.named_parameters() if not n.startswith("first")]
+    optimizer.add_param_group({"params": others})
+    train(model, optimizer, *batches(2))
+    evaluated = seeded(Branched, seed=5)
+    assert ps.pull_model(reader, evaluated, name, timeout_s=3.0) == 4
+    check_equal(evaluated, model)
+
+
 def test_a_group_begins_so_beside_backup_workers() -> None:
     """A worker that is left out of an update skips its clock."""
     with (
