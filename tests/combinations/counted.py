@@ -61,6 +61,7 @@ class Counted:
         frozen: the steps in which a layer is frozen at all workers.
         unfrozen: the clock from which a layer trains that is frozen when the optimizer is made; 0:
             from the first.
+        grows: that layer is not the optimizer's before, and comes as a group of its own.
         changes: steps after which the consistency changes, and to which.
         skips: the (rank, step) whose loss scale finds an infinity.
         is_sparse: a layer is in no backward pass of every third step of a worker.
@@ -83,6 +84,7 @@ class Counted:
     groups: tuple[str, ...]
     frozen: range
     unfrozen: int
+    grows: bool
     changes: tuple[tuple[int, str], ...]
     skips: frozenset[tuple[int, int]]
     is_sparse: bool
@@ -149,6 +151,12 @@ def counted(seed: int) -> Counted:
     if has_shards or has_sampler or codec != "none" or is_applied_on_arrival:
         skips.clear()
 
+    unfrozen = 0 if optimizer in INNER_STEPS else unfrozen
+    grows = bool(unfrozen) and not (has_shards or has_sampler)
+    # If rank 0, which gives the layer's values, is lost before that, so is the run.
+    grows &= not any(d.rank == 0 and d.step + saves_after <= unfrozen for d in deaths)
+    grows = grows and random.Random(f"growth of {seed}").random() < 0.7
+
     def some(may_be: bool) -> frozenset[int]:
         steps = draw.sample(range(2, last), 2)
         return frozenset(steps if may_be and draw.random() < 0.4 else ())
@@ -160,18 +168,19 @@ def counted(seed: int) -> Counted:
         options={
             "consistency": setting,
             "mode": "eager" if is_eager else "sealed",
-            "overlap_pull": draw.random() < 0.25 and is_plain,
+            "overlap_pull": draw.random() < 0.5 and is_plain,
             "push_codec": codec,
             **_options(draw),
         },
         groups=_groups(draw) if has_groups else (),
         frozen=_frozen(draw) if is_fixed else range(0),
-        unfrozen=0 if optimizer in INNER_STEPS else unfrozen,
+        unfrozen=unfrozen,
+        grows=grows,
         changes=changes,
         skips=frozenset(skips if draw.random() < 0.3 else ()),
         is_sparse=draw.random() < 0.3,
         trains_two=draw.random() < 0.3 and not has_shards,
-        is_read=draw.random() < 0.25 and optimizer != "aggregate",
+        is_read=draw.random() < 0.25 and optimizer != "aggregate" and not grows,
         edits=some(is_fixed and setting == "bsp" and not (changes or saves_after)),
         synchronizes=some(is_fixed and not has_shards),
         looks=drawn_looks(seed),

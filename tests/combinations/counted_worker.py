@@ -102,20 +102,27 @@ class _Worker:
             for parameter in self.model.parameters():
                 nn.init.constant_(parameter, 0.5 + order.number)
         self.trains_large = not training.unfrozen
-        self.model.large.requires_grad_(self.trains_large)
+        self.model.large.requires_grad_(self.trains_large or training.grows)
+        self.has_large = not training.grows
+        if training.grows:  # before it is added, each worker's own
+            nn.init.zeros_(self.model.large)
         if training.has_rows:
             self.model.rows = make_rows(client, training)
         options = dict(training.options)
         if training.groups and client.rank < len(training.groups):
             options["aggregate_within"] = training.groups[client.rank]
+        named = [pair for pair in self.model.named_parameters() if pair[0] != "large"]
         self.optimizer = ps.DistributedOptimizer(
-            client, self.model, OPTIMIZERS[training.optimizer], **options
+            client,
+            self.model if self.has_large else named,
+            OPTIMIZERS[training.optimizer],
+            module=None if self.has_large else self.model,
+            **options,
         )
         self.optimizers, self.second = [self.optimizer], CountedNet()
         if training.trains_two:
             if order.number != 0:
                 nn.init.constant_(self.second.large, 0.5 + order.number)
-            options = {k: v for k, v in options.items() if k != "overlap_pull"}
             self.optimizers.append(
                 ps.DistributedOptimizer(
                     client, self.second, ps.SGD(lr=1.0), name="second", **options
@@ -202,6 +209,9 @@ class _Worker:
         model, rank, accumulate = self.model, self.client.rank, self.training.options["accumulate"]
         is_unfrozen = self.optimizer.clock + 1 >= self.training.unfrozen
         trains_large = is_unfrozen and step not in self.training.frozen
+        if is_unfrozen and not self.has_large:
+            self.optimizer.add_param_group({"params": [model.large]})
+            self.has_large = True
         if trains_large != self.trains_large:  # to ask the parameter would read it
             model.large.requires_grad_(trains_large)
             self.trains_large = trains_large

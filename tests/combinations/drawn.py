@@ -85,6 +85,9 @@ class Drawn:
         trains_two: a second model takes a step after each of the first.
         looks: steps after which a worker in parts looks at the parameters; after others forward is
             the first that reads them.
+        loads: steps before which all load changed parameters and changed optimizer state.
+        adds_at: the step before which the head's group is added; 0: it is there from the first.
+        adds_late: a resumed script adds it, too; else it hands it over with the others.
     """
 
     seed: int
@@ -99,6 +102,9 @@ class Drawn:
     rows: dict[str, Any]
     trains_two: bool
     looks: frozenset[int]
+    loads: frozenset[int]
+    adds_at: int
+    adds_late: bool
     parts: tuple[Part, ...]
 
     def __str__(self) -> str:
@@ -129,9 +135,13 @@ def drawn(seed: int) -> Drawn:
         "accumulate": draw.choice((1, 1, 2)),
         "clip_norm": clip_norm,
         "mode": "eager" if is_eager else "sealed",
-        "overlap_pull": draw.random() < 0.25 and not is_local,
+        "overlap_pull": draw.random() < 0.5 and not is_local,
     }
     begin = draw.randrange(1, STEPS - 2)
+    more = random.Random(f"more of {seed}")  # so that a seed's features stay its own
+    arrives = options["mode"] == "eager" and options["consistency"] != "bsp"
+    loads = frozenset(more.sample(range(2, STEPS), 2) if more.random() < 0.3 else ())
+    adds_at = more.randrange(2, STEPS) if more.random() < 0.25 else 0
     return Drawn(
         seed,
         workers,
@@ -145,6 +155,9 @@ def drawn(seed: int) -> Drawn:
         rows=_rows(random.Random(f"rows of {seed}"), options["consistency"]),
         trains_two=draw.random() < 0.2,
         looks=drawn_looks(seed),
+        loads=frozenset() if arrives else loads,
+        adds_at=adds_at,
+        adds_late=more.random() < 0.5,
         parts=_parts(draw, random.Random(f"faults of {seed}"), workers),
     )
 

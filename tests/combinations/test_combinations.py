@@ -61,6 +61,7 @@ def test_each_feature_of_counted_trainings_is_drawn_often() -> None:
         [t for t in trainings if t.has_shards],
         [t for t in trainings if t.has_sampler],
         [t for t in trainings if t.unfrozen],
+        [t for t in trainings if t.grows],
         [t for t in trainings if t.trains_two],
         [t for t in trainings if t.is_read],
         [t for t in trainings if t.synchronizes],
@@ -87,6 +88,9 @@ def test_each_feature_is_drawn_often() -> None:
         [t for t in trainings if t.not_finite],
         [t for t in trainings if t.has_rows],
         [t for t in trainings if t.trains_two],
+        [t for t in trainings if t.loads],
+        [t for t in trainings if t.adds_at],
+        [t for t in trainings if t.options["overlap_pull"] and len(t.looks) < STEPS],
     ):
         assert len(share) > 15
     for training in trainings:

@@ -67,10 +67,16 @@ class _Worker:
             self.model = _Net(rows)
             self.second = nn.Linear(WIDTH, CLASSES) if training.trains_two else None
         self.hidden = [*self.model.hidden.parameters()]  # to ask the model would read them
+        self.position = Position()  # the steps that it has taken
+        client.attach_state("position", self.position, per_rank=True)
         groups: list[dict[str, Any]] = [
-            {"params": [*self.model.hidden.parameters(), *self.model.norm.parameters()]},
-            {"params": [*self.model.head.parameters()], "lr": 5e-3},
+            {"params": [*self.model.hidden.parameters(), *self.model.norm.parameters()]}
         ]
+        self.head: dict[str, Any] = {"params": [*self.model.head.parameters()], "lr": 5e-3}
+        seen = 0 if training.adds_late else self.position.seen
+        self.has_head = seen >= training.adds_at
+        if self.has_head:
+            groups.append(self.head)
         with_codecs = {k: v for k, v in training.options.items() if k != "reduction"}
         self.optimizers = [
             ps.DistributedOptimizer(
@@ -78,12 +84,10 @@ class _Worker:
             )
         ]
         if self.second is not None:
-            options = {k: v for k, v in with_codecs.items() if k != "overlap_pull"}
             second = ps.DistributedOptimizer(
-                client, self.second, ps.SGD(lr=0.05), name="second", **options
+                client, self.second, ps.SGD(lr=0.05), name="second", **with_codecs
             )
             self.optimizers.append(second)
-        self.position = Position()  # the steps that it has taken
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 4, 0.5)
         self.scaler = torch.amp.GradScaler(
             "cpu",
@@ -91,7 +95,6 @@ class _Worker:
             init_scale=2.0**6,
             growth_interval=4,
         )
-        client.attach_state("position", self.position, per_rank=True)
         client.attach_state("schedule", self.schedule, per_rank=True)
         if training.not_finite is not None:
             client.attach_state("scaler", self.scaler, per_rank=True)
@@ -101,7 +104,12 @@ class _Worker:
         drawn, number = self.drawn, self.position.seen + 1
         for parameter in self.hidden:
             parameter.requires_grad_(number not in drawn.frozen)
-        if number in drawn.edits:
+        if number >= drawn.adds_at and not self.has_head:
+            self.optimizers[0].add_param_group(self.head)
+            self.has_head = True
+        if number in drawn.loads:
+            self._load()
+        if number in drawn.edits and self.has_head:
             self.model.head.bias.data.mul_(0.5).add_(0.01)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -125,6 +133,17 @@ class _Worker:
             for optimizer in self.optimizers:
                 optimizer.synchronize()
         self.position.seen = number
+
+    def _load(self) -> None:
+        """Load what the model and the optimizer have, changed."""
+        for module in (self.model.hidden, *([self.model.head] if self.has_head else [])):
+            module.load_state_dict({name: 0.75 * v for name, v in module.state_dict().items()})
+        state = self.optimizers[0].state_dict()
+        for entry in state["state"].values():
+            for name, value in entry.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    entry[name] = 0.5 * value
+        self.optimizers[0].load_state_dict(state)
 
     def digests(self, *, looks: bool) -> dict[str, str]:
         """Of everything that a step may have changed; the parameters only if it `looks`."""
