@@ -150,17 +150,8 @@ def counted(seed: int) -> Counted:
     is_applied_on_arrival = is_eager and (setting not in ("bsp", BACKUP) or changes)
     if has_shards or has_sampler or codec != "none" or is_applied_on_arrival:
         skips.clear()
-
     unfrozen = 0 if optimizer in INNER_STEPS else unfrozen
-    grows = bool(unfrozen) and not (has_shards or has_sampler)
-    # If rank 0, which gives the layer's values, is lost before that, so is the run.
-    grows &= not any(d.rank == 0 and d.step + saves_after <= unfrozen for d in deaths)
-    grows = grows and random.Random(f"growth of {seed}").random() < 0.7
-
-    def some(may_be: bool) -> frozenset[int]:
-        steps = draw.sample(range(2, last), 2)
-        return frozenset(steps if may_be and draw.random() < 0.4 else ())
-
+    grows = not (has_shards or has_sampler) and _grows(seed, unfrozen, deaths, saves_after)
     return Counted(
         seed,
         workers,
@@ -181,8 +172,8 @@ def counted(seed: int) -> Counted:
         is_sparse=draw.random() < 0.3,
         trains_two=draw.random() < 0.3 and not has_shards,
         is_read=draw.random() < 0.25 and optimizer != "aggregate" and not grows,
-        edits=some(is_fixed and setting == "bsp" and not (changes or saves_after)),
-        synchronizes=some(is_fixed and not has_shards),
+        edits=_some(draw, last, is_fixed and setting == "bsp" and not (changes or saves_after)),
+        synchronizes=_some(draw, last, is_fixed and not has_shards),
         looks=drawn_looks(seed),
         has_rows=draw.random() < 0.3 and may_have_rows,
         has_shards=has_shards,
@@ -196,6 +187,20 @@ def counted(seed: int) -> Counted:
         has_logs=has_logs,
         faults=drawn_faults(draw, [], range(1, last), most, has_logs, spare),
     )
+
+
+def _some(draw: random.Random, last: int, may_be: bool) -> frozenset[int]:
+    steps = draw.sample(range(2, last), 2)
+    return frozenset(steps if may_be and draw.random() < 0.4 else ())
+
+
+def _grows(seed: int, unfrozen: int, deaths: tuple[Death, ...], saves_after: int) -> bool:
+    """True if the unfrozen layer is added. Never if rank 0, which gives its values, dies before:
+    the run would be lost.
+    """
+    if not unfrozen or any(d.rank == 0 and d.step + saves_after <= unfrozen for d in deaths):
+        return False
+    return random.Random(f"growth of {seed}").random() < 0.7
 
 
 def _frozen(draw: random.Random) -> range:
