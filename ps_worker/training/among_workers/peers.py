@@ -114,7 +114,10 @@ class Peers:
         try:
             self._connection.engine.check_alive()
         except PushpullError:  # the others may have ended unheard, behind a cut network
-            leave_as_it_is(work)
+            if sockets := group_sockets():
+                shut(sockets)
+            else:
+                leave_as_it_is(work)
             raise
 
     def _late_words(self, giver: int | None) -> str:
