@@ -62,7 +62,7 @@ from ps_worker.training.local_optimizer import (
     local_state,
     outer_of,
 )
-from ps_worker.training.model_pull import known_birth, table_prefix
+from ps_worker.training.model_pull import known_birth, options_as_made, table_prefix
 from ps_worker.training.module_buffers import (
     BufferTable,
     OwnBuffers,
@@ -703,11 +703,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         birth = known_birth(name, number, self._client.checkpoints.tables_before)
         if birth is None:
             birth = self._model.birth_clock if self._is_made else 0
-        prefix = table_prefix(name, number, birth)
-        tables = [
-            TrainedTable(self._client, layout, number, optimizer, self._model.options)
-            for layout in table_layouts(prefix, group)
-        ]
+        prefix, options = table_prefix(name, number, birth), self._model.options
+        if self._is_made:
+            options = options_as_made(self._client.engine.view, prefix, options)
+        layouts = table_layouts(prefix, group)
+        tables = [TrainedTable(self._client, each, number, optimizer, options) for each in layouts]
         for table in tables:
             table.is_followed = not self._model.group.is_leader
             keep_residuals(self._client, self._model, table)

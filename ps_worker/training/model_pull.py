@@ -44,7 +44,9 @@ from ps_worker.transport.loop import Ends
 from ps_worker.transport.pulls import Moment, PullOrder
 
 if TYPE_CHECKING:
+    from ps_core.cluster_view import ClusterView
     from ps_worker.client.client import Client
+    from ps_worker.spec.training_options import TrainingOptions
     from ps_worker.steps.steps import TableHandle
 
 _ATTEMPT_S = 10.0
@@ -70,6 +72,16 @@ def known_birth(name: str, group: int, table_names: Iterable[str]) -> int | None
     """The clock of a group's birth; None if none of these tables is of that group."""
     begins = (f"{name}/{group}/", f"{name}/{group}@")
     return next((birth_clock(each) for each in table_names if each.startswith(begins)), None)
+
+
+def options_as_made(view: ClusterView, prefix: str, options: TrainingOptions) -> TrainingOptions:
+    """The options for the tables with this prefix, of a group that comes later: with the setting
+    that they have where another worker has made them, which may know of changes that this one has
+    not heard of.
+    """
+    made = (each.spec for each in view.tables if each.spec.name.startswith(f"{prefix}/"))
+    found = next((spec.consistency for spec in made), options.consistency)
+    return options if found == options.consistency else replace(options, consistency=found)
 
 
 def pull_model(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import ps_worker as ps
+from tests.integration.resumed_training import DEADLINE_S, together
 from tests.integration.training_models import (
     BLOCK,
     Branched,
@@ -125,6 +126,30 @@ def test_a_group_begins_as_the_setting_has_it_that_others_have_changed(
     optimizer.add_param_group({"params": model.last.parameters()})
     begun = {"asp": f"{name}/1/float32", "bsp": f"{name}/1@2/float32"}
     assert optimizer.trained_model.tables[-1].name == begun[later]
+
+
+def test_a_group_that_others_have_made_is_joined_with_their_setting() -> None:
+    """Whoever has changed it through the optimizer makes later groups so, too."""
+
+    def run(client: ps.Client) -> Any:
+        model = seeded(Branched)
+        optimizer = ps.DistributedOptimizer(
+            client, model.first.parameters(), ps.SGD(lr=0.1), name="grown", consistency="ssp:4"
+        )
+        train(model, optimizer, *batches(1))
+        if client.rank == 0:
+            optimizer.set_consistency("ssp:2")
+            optimizer.add_param_group({"params": model.last.parameters()})
+        client.barrier()
+        if client.rank == 1:
+            client.tables.await_view(lambda view: len(view.tables) == 2, "both", DEADLINE_S)
+            optimizer.add_param_group({"params": model.last.parameters()})
+        train(model, optimizer, *batches(1))
+        return optimizer.trained_model.tables[-1].handle.spec.consistency
+
+    with ps.local_cluster(servers=1, workers=2) as cluster:
+        found = together(cluster.address, 2, run)
+    assert found == [ps.SSP(2)] * 2
 
 
 def test_a_reader_has_a_group_that_came_later_under_ssp(
