@@ -247,9 +247,10 @@ def test_a_server_that_had_values_of_a_removed_run_alone_leaves_and_ends_no_run(
         with ps.connect(cluster.address, run="over", world_size=1) as named:
             made = named.create_table("model", ELEMENTS, optimizer=ps.SGD(lr=1.0))
             named.push_pull(made, np.ones(ELEMENTS, np.float32))
+        first = cluster.a_primary()
+        (second,) = (each for each in cluster.living if each is not first)
         result = CliRunner().invoke(app, ["runs", "remove", "over", "--scheduler", cluster.address])
         assert result.exit_code == 0, result.output
-        first, second = cluster.living
         until(lambda: is_empty(first), "the server has dropped what was removed")
         cluster.stop(first)
         assert cluster.lines(first.process, "leaves_with_the_only_copy") == []
