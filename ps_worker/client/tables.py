@@ -539,8 +539,8 @@ class ClientTables:
             self._adopt(connection.asked(self._opened(name, opens_within_s), opens_within_s))
             for name in self._engine.tables_to_end()
         ]
-        joins = self._engine.joins
-        self.join([each for each in ended if each.clock == 0 and joins(each.table.table_id)])
+        unstepped = [each for each in ended if each.clock == (each.table.restored_clock or 0)]
+        self.join([each for each in unstepped if self._engine.joins(each.table.table_id)])
         final_seals = [each.steps.open_step().seal(skip=True, last=True) for each in ended]
         for ticket in final_seals + uncommitted:
             while not wait([ticket.future], min(max(limit_s - now_s(), 0.0), _LOOK_S)).done:

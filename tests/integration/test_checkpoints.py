@@ -17,7 +17,9 @@ import torch
 import ps_worker as ps
 from ps_core.manifest import SavedWorker
 from ps_runtime.checkpoint.store import resolve
+from ps_runtime.launch.cluster_shape import CheckpointPlan
 from tests.file_limits import no_file_above
+from tests.integration.replicated_cluster import replicated_cluster
 from tests.integration.resumed_training import (
     DEADLINE_S,
     Recipe,
@@ -137,6 +139,32 @@ def test_a_resume_without_feedback_says_that_it_drops_what_is_left(
     assert after_int8.any()
     assert torch.equal(after_int8, before_sign)
     assert not torch.equal(before_sign, after_sign)
+
+
+def test_who_joins_after_a_resume_leaves_in_order_what_it_has_not_opened(tmp_path: Path) -> None:
+    """Its last seal was for the checkpoint's clock: the others had gone on, and it was an error."""
+    root, ones = str(tmp_path), np.ones(8, np.float32)
+
+    def step(client: ps.Client, count: int) -> None:
+        table = client.create_table("left", 8, optimizer=ps.SGD(lr=1.0), consistency="asp")
+        for _ in range(count):
+            client.push_pull(table, ones)
+
+    with (
+        ps.local_cluster(1, 1, checkpoint_url=root) as cluster,
+        ps.connect(cluster.address) as client,
+    ):
+        step(client, 1)
+        client.checkpoint().wait()
+    with (
+        replicated_cluster(
+            1, 1, replica_count=1, max_workers=2, checkpoints=CheckpointPlan(resume=root)
+        ) as cluster,
+        ps.connect(cluster.address, rank=0) as client,
+    ):
+        step(client, 3)
+        with ps.connect(cluster.address) as late:
+            assert late.is_late_joiner
 
 
 @pytest.mark.thorough
