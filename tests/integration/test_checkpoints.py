@@ -159,11 +159,11 @@ def test_who_joins_after_a_resume_leaves_in_order_what_it_has_not_opened(tmp_pat
     with (
         replicated_cluster(
             1, 1, replica_count=1, max_workers=2, checkpoints=CheckpointPlan(resume=root)
-        ) as cluster,
-        ps.connect(cluster.address, rank=0) as client,
+        ) as resumed,
+        ps.connect(resumed.address, rank=0) as client,
     ):
         step(client, 3)
-        with ps.connect(cluster.address) as late:
+        with ps.connect(resumed.address) as late:
             assert late.is_late_joiner
 
 
