@@ -85,10 +85,10 @@ class Worker:
 
 
 @contextmanager
-def ordered_workers(
-    cluster: LaneCluster, run: str, make: Make, count: int, deadline_s: float = 60.0
+def begun_workers(
+    cluster: LaneCluster, run: str, make: Make, count: int, deadline_s: float
 ) -> Iterator[list[Worker]]:
-    """All workers of a run, with the optimizer made, and one step taken."""
+    """Processes of all workers of a run, which have been ordered nothing yet."""
     context = warm_context()
     with ExitStack() as stack:
         found = []
@@ -105,6 +105,15 @@ def ordered_workers(
             stack.callback(process.kill)
             stack.callback(ours.close)
             found.append(Worker(process, ours))
+        yield found
+
+
+@contextmanager
+def ordered_workers(
+    cluster: LaneCluster, run: str, make: Make, count: int, deadline_s: float = 60.0
+) -> Iterator[list[Worker]]:
+    """All workers of a run, with the optimizer made, and one step taken."""
+    with begun_workers(cluster, run, make, count, deadline_s) as found:
         assert [ordered(found, "make", worker) for worker in found] == ["made"] * count
         assert stepped(found) == [1] * count
         yield found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,8 +13,7 @@ import pytest
 import ps_worker as ps
 from ps_worker.training.among_workers import meeting
 from tests.integration.lane_cluster import lane_cluster
-from tests.integration.ordered_workers import PATIENCE, Worker, live
-from tests.integration.warm_processes import warm_context
+from tests.integration.ordered_workers import PATIENCE, Worker, begun_workers
 
 
 def without_a_device(client: ps.Client) -> Any:
@@ -26,23 +25,12 @@ def without_a_device(client: ps.Client) -> Any:
 
 @contextmanager
 def two_workers(deadline_s: float) -> Iterator[list[Worker]]:
-    context = warm_context()
-    with lane_cluster(servers=1, workers=2, environment=PATIENCE) as cluster, ExitStack() as stack:
-        found = []
-        for rank in range(2):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=live,
-                args=(cluster.address, "", rank, without_a_device, deadline_s, theirs),
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            stack.callback(process.join)
-            stack.callback(process.kill)
-            stack.callback(ours.close)
-            found.append(Worker(process, ours))
-            found[-1].pipe.send("make")
+    with (
+        lane_cluster(servers=1, workers=2, environment=PATIENCE) as cluster,
+        begun_workers(cluster, "", without_a_device, 2, deadline_s) as found,
+    ):
+        for worker in found:
+            worker.pipe.send("make")
         yield found
 
 
