@@ -479,11 +479,10 @@ class _Membership:
         told = scheduler_pb2.KeptValues(
             address=self._server.address, cluster_id=link.session.cluster_id
         )
+        is_tried = asyncio.Event()
         telling = [
-            asyncio.create_task(self._tell_how_they_are_read(told)),
-            asyncio.create_task(
-                kept_values.keep_reporting(self._settings.scheduler, told, interval_s=link.lease_s)
-            ),
+            asyncio.create_task(self._tell_how_they_are_read(told, is_tried)),
+            asyncio.create_task(self._report_kept(told, is_tried)),
         ]
         try:
             await self._until((self._failed, self._left), node.tick)
@@ -492,7 +491,15 @@ class _Membership:
                 task.cancel()
             await asyncio.gather(*telling, return_exceptions=True)
 
-    async def _tell_how_they_are_read(self, told: scheduler_pb2.KeptValues) -> None:
+    async def _report_kept(self, told: scheduler_pb2.KeptValues, is_tried: asyncio.Event) -> None:
+        """Tell the scheduler of kept values, once their file is written, or cannot be yet."""
+        await is_tried.wait()
+        interval_s = self._link.lease_s
+        await kept_values.keep_reporting(self._settings.scheduler, told, interval_s=interval_s)
+
+    async def _tell_how_they_are_read(
+        self, told: scheduler_pb2.KeptValues, is_tried: asyncio.Event
+    ) -> None:
         """Write the file by which kept values are read, once the disk takes it, and log so."""
         link = self._link
         reason = "" if link.fenced_by is None else link.fenced_by.message
@@ -512,6 +519,7 @@ class _Membership:
                         remedy="make room for temporary files: another line names the file then",
                     )
                 is_logged = True
+                is_tried.set()
                 await asyncio.sleep(link.lease_s)
                 continue
             self._stack.callback(path.unlink, missing_ok=True)
@@ -522,7 +530,8 @@ class _Membership:
                 file=told.file,
                 remedy="pushpull checkpoint rescue FILE OUT.safetensors; then stop this server",
             )
-            return
+            break
+        is_tried.set()
 
     def _note_failure(self, failure: Exception) -> None:
         logs.exception("server_failed", failure)

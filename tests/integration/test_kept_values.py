@@ -10,7 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +155,18 @@ def test_a_server_with_values_keeps_them_until_somebody_has_read_them(
         assert not Path(kept[1]).exists()
 
 
+def begun(
+    stack: contextlib.ExitStack, folder: Path, shape: Sequence[str]
+) -> tuple[Process, Process]:
+    """A scheduler and a server that serves."""
+    first = stack.enter_context(running("scheduler", folder / "first", *shape))
+    first.line("event=cluster_formed")
+    joins = f"--scheduler={first.address}"
+    server = stack.enter_context(running("ps_server", folder / "server", joins))
+    server.line("event=serving")
+    return first, server
+
+
 @pytest.mark.thorough
 def test_kept_values_can_be_read_once_the_disk_takes_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -165,13 +177,8 @@ def test_kept_values_can_be_read_once_the_disk_takes_the_file(
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     shape = ("--workers=1", "--servers=1", "--heartbeat-interval-s=0.2", "--lease-s=1")
     with contextlib.ExitStack() as stack:
-        first = stack.enter_context(running("scheduler", tmp_path / "first", *shape))
-        first.line("event=cluster_formed")
+        first, server = begun(stack, tmp_path, shape)
         address = first.address
-        server = stack.enter_context(
-            running("ps_server", tmp_path / "server", f"--scheduler={address}")
-        )
-        server.line("event=serving")
         client = ps.connect(address, request_deadline_s=30.0, lane="grpc")
         table = client.create_table("x", SIZE, optimizer=ps.SGD(lr=1.0), consistency="asp")
         client.wait(client.push(table, np.ones(SIZE, np.float32)))
@@ -204,13 +211,8 @@ def test_a_server_that_stops_joins_no_cluster_that_it_finds_meanwhile(tmp_path: 
     """It has no values to keep, and would have a range of the other cluster for a moment."""
     shape = ("--workers=1", "--servers=1", "--heartbeat-interval-s=0.2", "--lease-s=10")
     with contextlib.ExitStack() as stack:
-        first = stack.enter_context(running("scheduler", tmp_path / "first", *shape))
-        first.line("event=cluster_formed")
+        first, server = begun(stack, tmp_path, shape)
         address = first.address
-        server = stack.enter_context(
-            running("ps_server", tmp_path / "server", f"--scheduler={address}")
-        )
-        server.line("event=serving")
         first.end()
         server.process.send_signal(signal.SIGTERM)
         server.line("event=told_to_stop")
