@@ -50,7 +50,7 @@ from ps_worker.spec.optimizers import (
 from ps_worker.spec.settings import consistency_of
 from ps_worker.spec.training_options import OptimizerOptions, TrainingOptions
 from ps_worker.steps.steps import StepResult
-from ps_worker.training import joining
+from ps_worker.training import joining, later_groups
 from ps_worker.training.among_workers.process_group import check_reduces_alone
 from ps_worker.training.among_workers.worker_group import worker_group
 from ps_worker.training.among_workers.workers_model import WorkersModel
@@ -62,7 +62,6 @@ from ps_worker.training.local_optimizer import (
     local_state,
     outer_of,
 )
-from ps_worker.training.model_pull import known_birth, options_as_made, table_prefix
 from ps_worker.training.module_buffers import (
     BufferTable,
     OwnBuffers,
@@ -459,7 +458,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch; the group gets tables of its own, which start from rank 0's values.
 
-        All workers must call it after the same step. In a cluster that was started from a
+        All workers must call it after the same step; under ASP and with backup workers, one to
+        which it comes at another clock passes clocks. In a cluster that was started from a
         checkpoint with the group, they may call it at any time before that step is reached again:
         the group goes on from the checkpoint.
 
@@ -484,7 +484,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             tables = self._tables_of_group(len(self.param_groups) - 1)
             self._start_from_rank_zero(tables)
-            self._model.pass_rounds(tables)
+            later_groups.keep_apart(self._model.clocks, tables)
         except BaseException:
             self.param_groups.pop()  # a group without tables would never train
             raise
@@ -700,12 +700,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"{type(optimizer).__name__}, whose torch optimizer ignores it; expected none"
             )
         name = self._model.options.name
-        birth = known_birth(name, number, self._client.checkpoints.tables_before)
-        if birth is None:
-            birth = self._model.birth_clock if self._is_made else 0
-        prefix, options = table_prefix(name, number, birth), self._model.options
+        birth = later_groups.known_birth(name, number, self._client.checkpoints.tables_before)
+        if birth is None and self._is_made:
+            birth = later_groups.birth_of(self._client, self._model.clocks, number)
+        prefix, options = later_groups.table_prefix(name, number, birth or 0), self._model.options
         if self._is_made:
-            options = options_as_made(self._client.engine.view, prefix, options)
+            options = later_groups.options_as_made(self._client.engine.view, prefix, options)
         layouts = table_layouts(prefix, group)
         tables = [TrainedTable(self._client, each, number, optimizer, options) for each in layouts]
         for table in tables:

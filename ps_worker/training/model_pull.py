@@ -39,14 +39,13 @@ from ps_worker.spec.flat_layout import TORCH_DTYPE, plain_name
 from ps_worker.spec.values import element_bytes
 from ps_worker.steps.held_values import HeldValues
 from ps_worker.steps.steps import Pulled
+from ps_worker.training.later_groups import birth_clock
 from ps_worker.training.module_buffers import persistent_buffers, write_values
 from ps_worker.transport.loop import Ends
 from ps_worker.transport.pulls import Moment, PullOrder
 
 if TYPE_CHECKING:
-    from ps_core.cluster_view import ClusterView
     from ps_worker.client.client import Client
-    from ps_worker.spec.training_options import TrainingOptions
     from ps_worker.steps.steps import TableHandle
 
 _ATTEMPT_S = 10.0
@@ -55,33 +54,6 @@ _ATTEMPT_S = 10.0
 
 _OF_AN_ATTEMPT = AlreadyPast, InvalidConfig, WaitExpired
 """The errors that end an attempt, and not the call."""
-
-
-def table_prefix(name: str, group: int, clock: int) -> str:
-    """The beginning of the names of a group's tables; `clock` is that of the group's birth."""
-    return f"{name}/{group}" + (f"@{clock}" if clock else "")
-
-
-def birth_clock(table_name: str) -> int:
-    """The clock in a name with a `table_prefix`."""
-    _, _, clock = table_name.split("/")[1].partition("@")
-    return int(clock or 0)
-
-
-def known_birth(name: str, group: int, table_names: Iterable[str]) -> int | None:
-    """The clock of a group's birth; None if none of these tables is of that group."""
-    begins = (f"{name}/{group}/", f"{name}/{group}@")
-    return next((birth_clock(each) for each in table_names if each.startswith(begins)), None)
-
-
-def options_as_made(view: ClusterView, prefix: str, options: TrainingOptions) -> TrainingOptions:
-    """The options for the tables with this prefix, of a group that comes later: with the setting
-    that they have where another worker has made them, which may know of changes that this one has
-    not heard of.
-    """
-    made = (each.spec for each in view.tables if each.spec.name.startswith(f"{prefix}/"))
-    found = next((spec.consistency for spec in made), options.consistency)
-    return options if found == options.consistency else replace(options, consistency=found)
 
 
 def pull_model(

@@ -40,6 +40,7 @@ from ps_worker.training.among_workers.workers_model import WorkersModel, explain
 from ps_worker.training.clipping import UpdateScaling, scaled_step, scaled_updates
 from ps_worker.training.common_model import CommonModel, EarlyOuterStep
 from ps_worker.training.joining import ModelJoin, clocks_to_pass
+from ps_worker.training.later_groups import ModelClocks
 from ps_worker.training.local_optimizer import (
     OuterNeeds,
     OuterSteps,
@@ -49,7 +50,6 @@ from ps_worker.training.local_optimizer import (
     refused_inner_step,
     skipped_step,
 )
-from ps_worker.training.model_pull import birth_clock
 from ps_worker.training.module_buffers import BufferTable
 from ps_worker.training.planned_edits import (
     ASLEEP,
@@ -175,13 +175,15 @@ class TrainedModel:
         return [*self.tables, *self.buffers]
 
     @property
-    def birth_clock(self) -> int:
-        """The clock of a table that is made now; 0 if workers' clocks may differ."""
+    def clocks(self) -> ModelClocks:
+        """The clocks of this worker's tables, for a group that comes later."""
+        tables = [table.handle for table in self.tables]
         awake = [(table.handle, not table.is_asleep) for table in self.tables]
         settings = self._settings.ahead(1, awake)  # which others may have changed
-        if any(s.mode is Mode.ASP or s.backup_workers for s in settings):
-            return 0
-        return max((birth_clock(t.name) + t.handle.clock for t in self.tables), default=0)
+        may_differ = any(s.mode is Mode.ASP or s.backup_workers for s in settings)
+        may_pass = may_differ and self.inner is None
+        passing = [handle for handle, is_awake in self.awake_handles() if is_awake and may_pass]
+        return ModelClocks(self.options.name, tables, may_differ, self._round_count, passing)
 
     def awake_handles(self) -> list[tuple[TableHandle, bool]]:
         """The handles of all tables, and whether each takes steps."""
@@ -283,13 +285,6 @@ class TrainedModel:
             part.wait_pending()
         for rows in self.rows:
             rows.finish()
-
-    def pass_rounds(self, tables: Sequence[TrainedTable]) -> None:
-        """Pass the clocks of earlier rounds on new tables, and wait until they are committed."""
-        for table in tables:
-            for _ in range(self._round_count):
-                table.pass_clock()
-            table.wait_pending()
 
     # --- a step
 

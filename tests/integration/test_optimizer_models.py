@@ -124,8 +124,7 @@ def test_a_group_begins_as_the_setting_has_it_that_others_have_changed(
     client.set_consistency(f"{name}/0/float32", later)
     train(model, optimizer, *batches(2))
     optimizer.add_param_group({"params": model.last.parameters()})
-    begun = {"asp": f"{name}/1/float32", "bsp": f"{name}/1@2/float32"}
-    assert optimizer.trained_model.tables[-1].name == begun[later]
+    assert optimizer.trained_model.tables[-1].name == f"{name}/1@2/float32"
 
 
 def test_a_group_that_others_have_made_is_joined_with_their_setting() -> None:
@@ -150,6 +149,34 @@ def test_a_group_that_others_have_made_is_joined_with_their_setting() -> None:
     with ps.local_cluster(servers=1, workers=2) as cluster:
         found = together(cluster.address, 2, run)
     assert found == [ps.SSP(2)] * 2
+
+
+@pytest.mark.parametrize("grown_at", [(1, 4), (4, 1)])
+def test_a_group_that_comes_at_other_clocks_is_as_far_from_the_others_everywhere(
+    grown_at: tuple[int, int],
+) -> None:
+    """Else workers wait for each other crosswise, once they train under BSP, and a reader waits."""
+
+    def run(client: ps.Client) -> list[int]:
+        model = seeded(Branched)
+        optimizer = ps.DistributedOptimizer(
+            client, model.first.parameters(), ps.SGD(lr=0.1), module=model, consistency="asp"
+        )
+        while optimizer.clock < 12:
+            if optimizer.clock == grown_at[client.rank] and len(optimizer.param_groups) == 1:
+                others = [each for n, each in model.named_parameters() if not n.startswith("first")]
+                optimizer.add_param_group({"params": others})
+            train(model, optimizer, *batches(1))
+            if optimizer.clock == 6:
+                client.barrier()
+                if client.rank == 0:
+                    optimizer.set_consistency("bsp")
+        return [table.handle.clock for table in optimizer.trained_model.tables]
+
+    with ps.local_cluster(servers=1, workers=2) as cluster:
+        assert together(cluster.address, 2, run) == [[12, 12 - grown_at[0]]] * 2
+        with ps.connect(cluster.address, role="reader", request_deadline_s=5.0) as reader:
+            assert ps.pull_model(reader, seeded(Branched)) == 12
 
 
 def test_a_reader_has_a_group_that_came_later_under_ssp(
@@ -185,7 +212,7 @@ def test_a_group_begins_so_beside_backup_workers() -> None:
         client.set_consistency("model/0/float32", "bsp:backup=1")
         train(model, optimizer, *batches(2))
         optimizer.add_param_group({"params": model.last.parameters()})
-        assert optimizer.trained_model.tables[-1].name == "model/1/float32"
+        assert optimizer.trained_model.tables[-1].name == "model/1@2/float32"
 
 
 def test_frozen_parameters_rest_until_they_are_unfrozen(
