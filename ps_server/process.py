@@ -37,7 +37,7 @@ from ps_runtime.launch.ready_file import write_ready_file
 from ps_runtime.observe import logs
 from ps_runtime.observe.metrics import NodeMetrics, ServerMetrics, new_registry
 from ps_runtime.settings import config
-from ps_runtime.system import capacity, clock, descriptors, process_end
+from ps_runtime.system import capacity, clock, process_end
 from ps_runtime.system.background import switch_often
 from ps_runtime.system.collector import Collector
 from ps_runtime.system.executors import in_daemon_thread
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         process_end.die_with_parent_if_asked(os.environ)
         process_end.forget_parent(os.environ)  # installed updates are a user's code
         logs.configure("server", settings.log_level, settings.log_format)
-        descriptors.allow_most()
+        capacity.allow_open_files()
         channels.tune_allocator()
         switch_often()
         if settings.threads:

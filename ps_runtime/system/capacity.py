@@ -1,7 +1,7 @@
-"""The cores and the memory that this process may use.
+"""The cores, the memory and the open files that this process may use.
 
-They are the machine's, or fewer where a control group of the process, of version 2 or 1, has a
-limit. A container is such a group.
+Cores and memory are the machine's, or fewer where a control group of the process, of version 2 or
+1, has a limit. A container is such a group.
 
 A limit of CPU time takes no core away: the system shows all of them, torch starts a thread for
 each, and the kernel stops them all when their time is used up. So threads follow the limit.
@@ -9,8 +9,10 @@ each, and the kernel stops them all when their time is used up. So threads follo
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import resource
 import socket
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
@@ -152,3 +154,13 @@ def _limited(root: Path) -> Iterator[tuple[Path, int]]:
         text = text_of(file)
         if text.isdecimal() and int(text) < 1 << 60:
             yield file, int(text)
+
+
+def allow_open_files() -> int:
+    """Have as many open files and connections as the system allows; returns their number. A shell
+    gives 1,024 of them, as for programs that wait with `select`.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # it allows fewer than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

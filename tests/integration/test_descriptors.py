@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ps_runtime.system import descriptors
+from ps_runtime.system import capacity
 
 pytestmark = pytest.mark.thorough
 
@@ -19,7 +19,7 @@ def test_a_process_has_as_many_descriptors_as_the_system_allows() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (before[0] - 1, before[1]))
-        assert descriptors.allow_most() == before[1]
+        assert capacity.allow_open_files() == before[1]
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

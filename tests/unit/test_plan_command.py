@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from ps_cli.__main__ import app
 from ps_cli.plan.costs import REFERENCE, costs_of
-from ps_cli.plan.units import bytes_per_s_of, count_of, seconds_of
+from ps_cli.plan.plan import bytes_per_s_of, count_of, seconds_of
 from ps_core.errors import InvalidConfig
 
 ASKED = ("--model", "1e8", "--compute", "300ms")
