@@ -50,7 +50,8 @@ from ps_worker.spec.optimizers import (
 from ps_worker.spec.settings import consistency_of
 from ps_worker.spec.training_options import OptimizerOptions, TrainingOptions
 from ps_worker.steps.steps import StepResult
-from ps_worker.training import joining, later_groups
+from ps_worker.training import joining
+from ps_worker.training.among_workers import later_groups
 from ps_worker.training.among_workers.process_group import check_reduces_alone
 from ps_worker.training.among_workers.worker_group import worker_group
 from ps_worker.training.among_workers.workers_model import WorkersModel
@@ -699,13 +700,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"parameter group {number} has clamp={group['clamp']} with "
                 f"{type(optimizer).__name__}, whose torch optimizer ignores it; expected none"
             )
-        name = self._model.options.name
-        birth = later_groups.known_birth(name, number, self._client.checkpoints.tables_before)
-        if birth is None and self._is_made:
-            birth = later_groups.birth_of(self._client, self._model.clocks, number)
-        prefix, options = later_groups.table_prefix(name, number, birth or 0), self._model.options
-        if self._is_made:
-            options = later_groups.options_as_made(self._client.engine.view, prefix, options)
+        clocks = self._model.clocks if self._is_made else None
+        prefix, options = later_groups.begun(self._client, self._model.options, number, clocks)
         layouts = table_layouts(prefix, group)
         tables = [TrainedTable(self._client, each, number, optimizer, options) for each in layouts]
         for table in tables:

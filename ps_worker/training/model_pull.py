@@ -39,7 +39,7 @@ from ps_worker.spec.flat_layout import TORCH_DTYPE, plain_name
 from ps_worker.spec.values import element_bytes
 from ps_worker.steps.held_values import HeldValues
 from ps_worker.steps.steps import Pulled
-from ps_worker.training.later_groups import birth_clock
+from ps_worker.training.among_workers.later_groups import birth_clock
 from ps_worker.training.module_buffers import persistent_buffers, write_values
 from ps_worker.transport.loop import Ends
 from ps_worker.transport.pulls import Moment, PullOrder

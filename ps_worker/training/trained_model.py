@@ -35,12 +35,12 @@ from ps_worker.spec.optimizers import (
 )
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.steps import Pulled, PushTicket, StepResult, TableHandle, after_round
+from ps_worker.training.among_workers.later_groups import ModelClocks
 from ps_worker.training.among_workers.worker_group import WorkerGroup
 from ps_worker.training.among_workers.workers_model import WorkersModel, explained
 from ps_worker.training.clipping import UpdateScaling, scaled_step, scaled_updates
 from ps_worker.training.common_model import CommonModel, EarlyOuterStep
 from ps_worker.training.joining import ModelJoin, clocks_to_pass
-from ps_worker.training.later_groups import ModelClocks
 from ps_worker.training.local_optimizer import (
     OuterNeeds,
     OuterSteps,

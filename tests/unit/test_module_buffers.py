@@ -19,7 +19,7 @@ from ps_worker.spec.settings import BSP
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.held_values import HeldValues
 from ps_worker.steps.steps import PullTicket, TableHandle
-from ps_worker.training.later_groups import birth_clock, known_birth, table_prefix
+from ps_worker.training.among_workers.later_groups import birth_clock, known_birth, table_prefix
 from ps_worker.training.module_buffers import (
     BufferTable,
     buffer_layouts,

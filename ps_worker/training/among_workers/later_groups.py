@@ -37,16 +37,6 @@ def known_birth(name: str, group: int, table_names: Iterable[str]) -> int | None
     return next((birth_clock(each) for each in table_names if each.startswith(begins)), None)
 
 
-def options_as_made(view: ClusterView, prefix: str, options: TrainingOptions) -> TrainingOptions:
-    """The options for the tables with this prefix, of a group that comes later: with the setting
-    that they have where another worker has made them, which may know of changes that this one has
-    not heard of.
-    """
-    made = (each.spec for each in view.tables if each.spec.name.startswith(f"{prefix}/"))
-    found = next((spec.consistency for spec in made), options.consistency)
-    return options if found == options.consistency else replace(options, consistency=found)
-
-
 @dataclass(frozen=True)
 class ModelClocks:
     """The clocks of one worker's tables of a model when a group comes.
@@ -72,10 +62,26 @@ class ModelClocks:
         return max(_reached(self.tables) - self.round_count - passed, 0)
 
 
-def birth_of(client: Client, clocks: ModelClocks, group: int) -> int:
-    """The clock of a group that comes now, for the names of its tables. Blocks until rank 0 has
-    made one of them, where workers' clocks may differ.
+def begun(
+    client: Client, options: TrainingOptions, group: int, clocks: ModelClocks | None
+) -> tuple[str, TrainingOptions]:
+    """The beginning of the names of a group's tables, and the options for them. Blocks until rank 0
+    has made one of them, where workers' clocks may differ.
+
+    Args:
+        clocks: None: the group comes with the model.
     """
+    birth = known_birth(options.name, group, client.checkpoints.tables_before)
+    if birth is None:
+        birth = 0 if clocks is None else _birth(client, clocks, group)
+    prefix = table_prefix(options.name, group, birth)
+    if clocks is None:
+        return prefix, options
+    return prefix, _options_as_made(client.engine.view, prefix, options)
+
+
+def _birth(client: Client, clocks: ModelClocks, group: int) -> int:
+    """The clock of a group that comes now."""
 
     def known(view: ClusterView) -> int | None:
         return known_birth(clocks.name, group, (table.spec.name for table in view.tables))
@@ -91,6 +97,16 @@ def birth_of(client: Client, clocks: ModelClocks, group: int) -> int:
     )
     found = known(view)
     return clocks.step_count if found is None else found  # worker 0 has left: nobody gives values
+
+
+def _options_as_made(view: ClusterView, prefix: str, options: TrainingOptions) -> TrainingOptions:
+    """The options for the tables with this prefix, of a group that comes later: with the setting
+    that they have where another worker has made them, which may know of changes that this one has
+    not heard of.
+    """
+    made = (each.spec for each in view.tables if each.spec.name.startswith(f"{prefix}/"))
+    found = next((spec.consistency for spec in made), options.consistency)
+    return options if found == options.consistency else replace(options, consistency=found)
 
 
 def keep_apart(clocks: ModelClocks, tables: Sequence[TrainedTable]) -> None:
