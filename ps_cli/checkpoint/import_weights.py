@@ -218,8 +218,7 @@ def _write(
     }
     directory = store.directory(NUMBER, CLUSTER_ID)
     saved = tuple(map(_saved, specs.values()))
-    directory.create()
-    try:
+    with directory.made():
         part = _part(directory, saved, {specs[dtype]: by_dtype[dtype] for dtype in specs})
         manifest = Manifest(
             number=NUMBER,
@@ -236,10 +235,6 @@ def _write(
         if problems:
             raise InvalidCheckpoint(f"the written checkpoint is not good: {problems[0]}")
         directory.write_manifest(manifest)
-    except BaseException:  # Ctrl-C too: the next import would find a checkpoint here
-        with contextlib.suppress(PushpullError):
-            directory.remove()
-        raise
     return manifest
 
 

@@ -7,17 +7,17 @@ Rules:
       may remove the source.
     - A part is copied with the blocks that it referred to, and a worker's part as it is; only the
       checkpoint that they name changes.
-    - The copy is read again before its manifest makes it exist. A failed copy is removed.
+    - The copy is read again before its manifest makes it exist. A failed copy is removed; one that
+      another process has made, or is making, stays.
 
 One block, or worker's state, is in memory at a time. `prune` removes the others.
 """
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 
-from ps_core.errors import InvalidCheckpoint, PushpullError
+from ps_core.errors import InvalidCheckpoint
 from ps_core.manifest import Manifest, SavedPart, SavedWorker
 from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
 from ps_runtime.checkpoint.reader import CheckpointReader, problems_with
@@ -45,8 +45,7 @@ def compact(store: CheckpointStore, reader: CheckpointReader, disk: Disk = DISK)
         reason=f"compacted from {source.directory}: {source.reason}",
         bases=(),
     )
-    directory.create()
-    try:
+    with directory.made():
         copies = WorkerCopies(directory, manifest, disk)
         manifest = replace(
             manifest,
@@ -57,10 +56,6 @@ def compact(store: CheckpointStore, reader: CheckpointReader, disk: Disk = DISK)
         if problems:
             raise InvalidCheckpoint(f"what was written is not good: {problems[0]}")
         directory.write_manifest(manifest)
-    except BaseException:  # Ctrl-C too: nothing else would remove it
-        with contextlib.suppress(PushpullError):
-            directory.remove()
-        raise
     return manifest
 
 

@@ -4,6 +4,8 @@ Rules:
     - A file gets its name when it is complete and durable: by a rename on this machine's
       filesystems, by one upload elsewhere. The manifest is the last, so a directory without it is
       no checkpoint; it goes first when a checkpoint is removed.
+    - Commands of people may meet in one directory. On this machine's filesystems one of them holds
+      it, by flock; elsewhere none removes what another has completed.
     - A filesystem's exception becomes `InvalidCheckpoint`, with the address and the reason.
 
 Nothing here retries, because fsspec's filesystems do.
@@ -12,6 +14,7 @@ Nothing here retries, because fsspec's filesystems do.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
@@ -168,6 +171,45 @@ class CheckpointDirectory:
                 self.location.filesystem.makedirs(self.location.path, exist_ok=True)
         if self.has_manifest():
             raise InvalidCheckpoint(f"{self.url} is a checkpoint; expected a new directory")
+
+    @contextlib.contextmanager
+    def made(self) -> Iterator[None]:
+        """As `create`, for a checkpoint that the caller writes alone; if it is not completed, it is
+        removed. InvalidCheckpoint also if another process does the same at this moment.
+        """
+        self.create()
+        with self._held() as is_held:
+            if self.has_manifest():  # by another, which held it until now
+                raise InvalidCheckpoint(f"{self.url} is a checkpoint; expected a new directory")
+            try:
+                yield
+            except BaseException:  # Ctrl-C too: nothing else would remove it
+                with contextlib.suppress(PushpullError):
+                    if is_held or not self.has_manifest():
+                        self.remove()
+                raise
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[bool]:
+        """Hold the directory against other processes; False where no filesystem says so."""
+        if not self.location.is_local:
+            yield False
+            return
+        with reported(self.url, "opened"):
+            descriptor = os.open(self.location.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            is_held = True
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InvalidCheckpoint(
+                    f"{self.url} is being written by another process; wait until that has ended"
+                ) from None
+            except OSError:  # some network filesystems have no such locks
+                is_held = False
+            yield is_held
+        finally:
+            os.close(descriptor)
 
     def try_out(self, file: str) -> None:
         """Write a new file in the directory, which is made if missing, and remove the file."""

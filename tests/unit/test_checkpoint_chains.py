@@ -331,6 +331,48 @@ def test_a_compaction_that_is_interrupted_leaves_nothing(store: CheckpointStore)
     assert store.names() == [FIRST, SECOND, THIRD]
 
 
+class Beside(Disk):
+    """Somebody does something else when the first piece is written; then Ctrl-C may come."""
+
+    def __init__(self, does: Callable[[], None], *, is_interrupted: bool) -> None:
+        self._does, self._is_interrupted = [does], is_interrupted
+
+    def write(self, descriptor: int, payload: Payload, offset: int) -> None:
+        super().write(descriptor, payload, offset)
+        while self._does:
+            self._does.pop()()
+            if self._is_interrupted:
+                raise KeyboardInterrupt
+
+
+def test_of_two_compactions_at_once_the_second_is_refused(store: CheckpointStore) -> None:
+    """Its end would else remove what the first has completed."""
+
+    def again() -> None:
+        refused = pytest.raises(InvalidCheckpoint, match=f"{FULL} is being written by another")
+        with store.open(THIRD) as reader, refused:
+            compact(store, reader)
+
+    with store.open(THIRD) as reader:
+        compact(store, reader, Beside(again, is_interrupted=False))
+    assert problems_of(store.named(FULL)) == []
+
+
+def test_a_compaction_removes_nothing_that_another_has_completed_elsewhere() -> None:
+    """On an object store, which has no locks; the second is done when the first is interrupted."""
+    store = CheckpointStore("memory://compacted/by/two")
+    for number, base in ((1, ""), (2, FIRST), (3, SECOND)):
+        write_checkpoint(store.directory(number, CLUSTER_ID), number, base=base)
+
+    def again() -> None:
+        with store.open(THIRD) as reader:
+            compact(store, reader)
+
+    with store.open(THIRD) as reader, pytest.raises(KeyboardInterrupt):
+        compact(store, reader, Beside(again, is_interrupted=True))
+    assert problems_of(store.named(FULL)) == []
+
+
 def test_no_manifest_is_written_beside_a_base_that_is_gone(store: CheckpointStore) -> None:
     directory = store.named(THIRD)
     manifest: Manifest = directory.read_manifest()
