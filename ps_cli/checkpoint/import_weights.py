@@ -6,6 +6,7 @@ Rules:
     - There is one table for each element type, with its tensors in the order of the file; integers
       and booleans are float64, as the buffers of a model are. At most one tensor is in memory.
     - Everything is read again before the manifest is written; a failed import removes its files.
+      One that is killed leaves them, and the next one in that place replaces them.
     - Ids of rows (NAME/ids beside NAME/rows) keep their 64 bits, in what is float64 by name.
     - A run takes its initial values by tensor name when a script makes its tables
       (`ps_core.manifest`): an imported table has no model.
@@ -87,11 +88,14 @@ def _empty_store(url: str) -> CheckpointStore:
     if number_of(location.name) is not None or CheckpointDirectory(location).has_manifest():
         raise InvalidConfig(f"{location.url} is a checkpoint's own directory; expected a root")
     store = CheckpointStore(location)
-    names = store.names()
+    own = store.directory(NUMBER, CLUSTER_ID)
+    # An import that was killed leaves its directory; on this machine one under way holds it.
+    is_broken_off = location.is_local and not own.has_manifest()
+    names = [name for name in store.names() if name != own.name or not is_broken_off]
     if names:
         raise InvalidConfig(
-            f"{store.url} has checkpoints already, the newest {names[-1]}; expected a place of its "
-            "own, since a run that starts from it takes the newest"
+            f"{store.url} has checkpoints already, complete or not, the newest {names[-1]}; "
+            "expected a place of its own, since a run that starts from it takes the newest"
         )
     return store
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import pickle
 import re
 import zipfile
@@ -24,7 +26,7 @@ from ps_core.tables.elements import DType, Initializer
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import RowsSpec, TableSpec, TensorSpec
-from ps_runtime.checkpoint.reader import CheckpointReader
+from ps_runtime.checkpoint.reader import CheckpointReader, problems_of
 from ps_runtime.checkpoint.store import resolve
 from ps_server.checkpoint.restored_values import RestoredTables
 from tests.unit.checkpoint_files import CLUSTER_ID, write_checkpoint
@@ -273,7 +275,7 @@ def test_rows_that_do_not_fit_their_table_are_refused(tmp_path: Path) -> None:
 
 def test_a_place_that_has_checkpoints_is_refused(tmp_path: Path) -> None:
     url = imported(tmp_path, state())
-    with pytest.raises(InvalidConfig, match="has checkpoints already, the newest 00000001-import"):
+    with pytest.raises(InvalidConfig, match=r"checkpoints already.*, the newest 00000001-imp"):
         imported(tmp_path, state())
     for one in (f"{url}/00000001-imported", f"{tmp_path}/00000007-none"):
         with pytest.raises(InvalidConfig, match="is a checkpoint's own directory; expected a root"):
@@ -308,6 +310,28 @@ def test_an_import_that_is_broken_off_leaves_nothing(tmp_path: Path) -> None:
         _write(store, [_Source("a", DType.FLOAT32, (3,), broken_off)], "", "imported")
     assert not list(tmp_path.iterdir())
     _empty_store(str(tmp_path))
+
+
+def test_an_import_goes_on_where_another_was_killed_and_waits_for_none_under_way(
+    tmp_path: Path,
+) -> None:
+    """What a killed one leaves is no checkpoint, and nobody holds it."""
+    root = tmp_path / "root"
+    left = root / "00000001-imported"
+    left.mkdir(parents=True)
+    (left / ".imported.safetensors.tmp").write_bytes(b"torn" * 100_000)
+    descriptor = os.open(left, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with pytest.raises(InvalidCheckpoint, match=f"{left} is being written by another process"):
+            imported(tmp_path, state())
+        assert [each.name for each in left.iterdir()] == [".imported.safetensors.tmp"]
+    finally:
+        os.close(descriptor)
+    imported(tmp_path, state())
+    assert sorted(each.name for each in left.iterdir()) == ["imported.safetensors", "manifest.json"]
+    with resolve(str(root)).reader as reader:
+        assert problems_of(reader.directory) == []
 
 
 def test_what_was_imported_is_exported_with_its_ids(tmp_path: Path) -> None:
