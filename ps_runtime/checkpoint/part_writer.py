@@ -173,38 +173,40 @@ class PartWriter:
         count, rest = divmod(byte_count, ELEMENT_BYTES[dtype])
         name = tensor_name(table, block, tensor)
         check(rest == 0, "PF-1", f"'{name}' has {byte_count} bytes, which are no {dtype}")
-        with self._lock:
-            descriptor = self._open_descriptor()
-            if at:
-                self._lock.wait_for(lambda: self._is_turn(name, at))
-                descriptor = self._open_descriptor()
-            else:
-                check(name not in self._tensors, "PF-1", f"'{name}' is there twice")
-                begin = self._end
-                self._end += byte_count
-                self._tensors[name] = _described(dtype, (count,), begin, self._end)
-                self._open[name] = _Append(begin)
-            append = self._open[name]
-            append.is_writing = True
-        problem = "a write was broken off"
+        append: _Append | None = None
+        crc32, problem = 0, "a write was broken off"
         try:
+            with self._lock:
+                descriptor = self._open_descriptor()
+                if at:
+                    self._lock.wait_for(lambda: self._is_turn(name, at))
+                    descriptor = self._open_descriptor()
+                else:
+                    check(name not in self._tensors, "PF-1", f"'{name}' is there twice")
+                    begin = self._end
+                    self._end += byte_count
+                    self._tensors[name] = _described(dtype, (count,), begin, self._end)
+                    self._open[name] = _Append(begin)
+                append = self._open[name]
+                append.is_writing = True
             crc32 = zlib.crc32(flat, append.crc32)
             offset = LENGTH_BYTES + self._header_bytes + append.begin + at
             with _reported(self.path):
                 self._disk.write(descriptor, flat, offset)
             problem = ""
-        finally:
+        finally:  # after Ctrl-C anywhere, too: `abort` waits until nothing is being written
             with self._lock:
-                append.is_writing = False
-                append.crc32, append.written_bytes = crc32, at + flat.nbytes
-                self._problem = self._problem or problem
-                is_whole = append.written_bytes == byte_count
-                if is_whole or problem:
-                    del self._open[name]
-                if not problem:
-                    if is_whole:
-                        self._checksums.setdefault((table, block), {})[tensor] = crc32
-                    self._drop_written(descriptor)
+                if append is not None:
+                    append.is_writing = False
+                    append.crc32, append.written_bytes = crc32, at + flat.nbytes
+                    self._problem = self._problem or problem
+                    is_whole = append.written_bytes == byte_count
+                    if is_whole or problem:
+                        del self._open[name]
+                    if not problem:
+                        if is_whole:
+                            self._checksums.setdefault((table, block), {})[tensor] = crc32
+                        self._drop_written(descriptor)
                 self._lock.notify_all()
 
     def _is_turn(self, name: str, at: int) -> bool:

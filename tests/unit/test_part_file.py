@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import sys
 import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -353,6 +355,32 @@ class SlowDisk(Disk):
     def close(self, descriptor: int) -> None:
         super().close(descriptor)
         self.closed.set()
+
+
+@pytest.mark.parametrize(
+    ("event", "function"), [("c_return", "crc32"), ("return", "__exit__")], ids=["sum", "lock"]
+)
+def test_ctrl_c_leaves_no_write_under_way(tmp_path: Path, event: str, function: str) -> None:
+    """Behind the checksum, and where the lock is given back: `abort` would wait for ever."""
+    writer = PartWriter(tmp_path / "part.safetensors", PLANNED)
+
+    def look(frame: FrameType, found: str, called: Any) -> None:
+        name = called.__name__ if found.startswith("c_") else frame.f_code.co_name
+        if (found, name) == (event, function):
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(look)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            writer.append("model/0", 0, "values", np.ones(3, np.float32).data)
+    finally:
+        sys.setprofile(None)
+    abort = threading.Thread(target=writer.abort, daemon=True)
+    abort.start()
+    abort.join(5.0)
+    assert not abort.is_alive()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_is_not_closed_under_a_write(tmp_path: Path) -> None:
