@@ -13,8 +13,10 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,25 +165,22 @@ def write_file(
 
 @contextlib.contextmanager
 def replaced(out: Path) -> Iterator[BinaryIO]:
-    """Write a file that takes its name when it is complete; a device or a pipe is written as it is.
+    """Write a file that takes its name when it is complete, and synced; a device or a pipe is
+    written as it is.
 
     Raises:
-        InvalidConfig: the file cannot be written.
+        InvalidConfig: the file cannot be written, or another process writes it at this moment.
     """
     path, is_regular = _target(out)
     if not is_regular:
         with writing(out), path.open("wb") as file:
             yield file
         return
-    unfinished = path.with_name(f".{path.name}.tmp")
-    try:
-        with writing(out):
-            with unfinished.open("wb") as file:
-                yield file
-            unfinished.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
+    with writing(out), _unfinished(path, out) as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+        _unfinished_path(path).replace(path)
 
 
 def check_writable(out: Path) -> None:
@@ -191,9 +190,52 @@ def check_writable(out: Path) -> None:
         if path.is_dir():
             path.open("wb")  # raises the error
         if is_regular:
-            unfinished = path.with_name(f".{path.name}.tmp")
-            unfinished.open("wb").close()
-            unfinished.unlink()
+            with _unfinished(path, out):
+                pass
+
+
+@contextlib.contextmanager
+def _unfinished(path: Path, out: Path) -> Iterator[BinaryIO]:
+    """An empty file that is to be `path`, in no other process's hands; it is removed at the end,
+    unless it has taken another name. What one that was killed has left is used again.
+    """
+    name = _unfinished_path(path)
+    with _locked(name, out) as file:
+        try:
+            file.truncate()
+            yield file
+        finally:
+            with contextlib.suppress(OSError):
+                if _is_named(file, name):  # else another process may have begun its own
+                    name.unlink()
+
+
+def _unfinished_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
+
+
+def _locked(name: Path, out: Path) -> BinaryIO:
+    """Open the file of that name, made if it is missing, with its lock."""
+    while True:
+        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = os.fdopen(descriptor, "wb")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise InvalidConfig(f"{out} is being written by another process") from None
+        except OSError:  # some network filesystems have no such locks
+            return file
+        if _is_named(file, name):
+            return file
+        file.close()  # another process has just given it its name
+
+
+def _is_named(file: BinaryIO, name: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), name.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _target(out: Path) -> tuple[Path, bool]:

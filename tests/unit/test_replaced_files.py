@@ -40,6 +40,29 @@ def test_a_pipe_is_written_as_it_is(tmp_path: Path) -> None:
     assert pipe.is_fifo()
 
 
+def test_of_two_that_write_a_file_at_once_the_second_is_refused(tmp_path: Path) -> None:
+    """Each would else write into what the other has given its name."""
+    out = tmp_path / "report"
+    out.write_text("earlier")
+    with replaced(out) as stream:
+        stream.write(b"whole")
+        for second in (lambda: check_writable(out), replaced(out).__enter__):
+            with pytest.raises(InvalidConfig, match=f"{out} is being written by another process"):
+                second()
+        stream.write(b" of the first")
+        assert out.read_text() == "earlier"
+    assert out.read_text() == "whole of the first"
+    assert [path.name for path in tmp_path.iterdir()] == ["report"]
+
+
+def test_what_a_killed_one_has_left_is_written_over(tmp_path: Path) -> None:
+    (tmp_path / ".report.tmp").write_text("left by one that was killed, and longer")
+    with replaced(tmp_path / "report") as stream:
+        stream.write(b"whole")
+    assert (tmp_path / "report").read_text() == "whole"
+    assert [path.name for path in tmp_path.iterdir()] == ["report"]
+
+
 def test_where_nothing_can_be_written_the_error_names_the_file(tmp_path: Path) -> None:
     for out in (tmp_path, tmp_path / "absent" / "file"):
         with pytest.raises(InvalidConfig, match=f"{out} cannot be written"):
