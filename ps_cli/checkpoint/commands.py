@@ -132,11 +132,22 @@ def _verify(directory: CheckpointDirectory, output: Output, *, is_one: bool) -> 
     with progress_bars(output, DownloadColumn()) as progress:
         task = progress.add_task(directory.name, total=byte_count)
         problems = problems_of(directory, lambda count: progress.advance(task, count))
+    if problems and not is_one and _is_removed(directory):
+        output.say(f"{directory.url}: removed while it was read, passed over")
+        return False
     for problem in problems:
         output.complain(problem)
     if not problems:
         output.say(f"{directory.url}: good, {size(byte_count)} read")
     return bool(problems)
+
+
+def _is_removed(directory: CheckpointDirectory) -> bool:
+    """True if a checkpoint is none any more: its manifest goes first."""
+    try:
+        return not directory.has_manifest()
+    except InvalidCheckpoint:
+        return False
 
 
 def progress_bars(output: Output, count: ProgressColumn) -> Progress:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +87,25 @@ def test_verify_names_the_file_and_the_reason(root: Path) -> None:
     assert reason in bad.stderr
     assert run_here("checkpoint", "verify", str(root / THIRD), cwd=root).returncode == 1
     assert run_here("checkpoint", "verify", str(root / "nowhere"), cwd=root).returncode == 1
+
+
+def test_verify_passes_over_what_is_removed_while_it_is_read(root: Path) -> None:
+    """As `--checkpoint-keep` of a running cluster removes the oldest, which is read first."""
+    part = root / FIRST / "server-2.safetensors"
+    part.unlink()
+    os.mkfifo(part)
+
+    def remove() -> None:
+        with part.open("wb"):  # once it is opened for reading
+            CheckpointStore(str(root)).named(FIRST).remove()
+
+    remover = threading.Thread(target=remove, daemon=True)
+    remover.start()
+    ended = run_here("checkpoint", "verify", str(root), cwd=root)
+    remover.join()
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert f"{root}/{FIRST}: removed while it was read, passed over" in ended.stdout
+    assert f"{root}/{SECOND}: good, " in ended.stdout
 
 
 def test_opening_a_bad_one_names_the_newest_good_one(root: Path) -> None:
