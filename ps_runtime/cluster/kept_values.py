@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from google.protobuf.message import DecodeError
+
 from ps_core.cluster_view import ClusterView, Role, Session
 from ps_core.errors import InvalidConfig, PushpullError
 from ps_core.keys import Incarnation, NodeId
@@ -65,13 +67,14 @@ def read(path: Path) -> tuple[types_pb2.SessionIdentity, ClusterView]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         session = types_pb2.SessionIdentity.FromString(base64.b64decode(document["session"]))
-        view = types_pb2.ClusterView.FromString(base64.b64decode(document["view"]))
+        message = types_pb2.ClusterView.FromString(base64.b64decode(document["view"]))
+        view = wire.view_from_proto(message)
         known = document["format"] == FORMAT
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, DecodeError, PushpullError) as error:
         raise InvalidConfig(f"{path} is no file of kept values: {error}") from error
     if not known:
         raise InvalidConfig(f"{path} has another format than '{FORMAT}'")
-    return session, wire.view_from_proto(view)
+    return session, view
 
 
 async def keep_reporting(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import json
+from pathlib import Path
+
 import pytest
 
 from ps_core.errors import InvalidConfig, Overloaded
+from ps_runtime.cluster import kept_values
 from scheduler.machine.kept_values import KEPT_LEASES, MAX_COUNT, KeptElsewhere, KeptValues
 
 LEASE_S = 3.0
@@ -56,3 +61,13 @@ def test_there_are_only_so_many() -> None:
         known.said(kept("h:one-more"), 1.0)
     assert not known.said(kept("h:3"), 2.0), "who is known may say so again"
     assert known.said(kept("h:one-more"), 1.5 + KEPT_LEASES * LEASE_S), "when others have gone"
+
+
+@pytest.mark.parametrize("field", ["session", "view"])
+def test_a_damaged_file_of_kept_values_is_named(tmp_path: Path, field: str) -> None:
+    """As by a disk: it is JSON and base64, and no message."""
+    file = tmp_path / "pushpull-server-1-x.json"
+    fields = {"format": kept_values.FORMAT, "session": "", "view": ""}
+    file.write_text(json.dumps({**fields, field: base64.b64encode(b"\xff" * 9).decode()}))
+    with pytest.raises(InvalidConfig, match=f"{file} is no file of kept values"):
+        kept_values.read(file)
