@@ -130,7 +130,7 @@ def costs_from(options: PlanOptions) -> Costs:
         return REFERENCE
     try:
         text = options.costs.read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(f"the costs {options.costs} cannot be read: {error}") from error
     return costs_of(text, str(options.costs))
 

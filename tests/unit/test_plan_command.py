@@ -77,6 +77,13 @@ def test_other_files_are_no_costs(change: dict[str, object]) -> None:
         costs_of("no JSON", "costs.json")
 
 
+def test_a_file_of_costs_that_is_no_text_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    file.write_bytes(b"\xff" + json.dumps(REFERENCE.document()).encode())
+    found = plan(*ASKED, "--costs", str(file))
+    assert (found.exit_code, f"the costs {file} cannot be read" in found.stderr) == (2, True)
+
+
 def test_a_plan_has_a_row_for_each_mode_and_its_price() -> None:
     found = plan(*ASKED, *FEW_MODES, "--worker-price", "3.6", "--server-price", "1.8")
     assert found.exit_code == 0, found.output
