@@ -238,7 +238,7 @@ class RangeMachine:
         """
         if self.state.failure is not None:  # a new one: a raised error collects frames
             raise UpdateFailed(self.state.failure.message)
-        return self.state.schedule.begin_cut(cut_id, self.state.reached_clock, deadline_s)
+        return self.state.schedule.begin_cut(cut_id, self.state.stepped_clock, deadline_s)
 
     def end_cut(self, cut_id: CutId, now_s: float) -> list[Effect]:
         out: list[Effect] = []

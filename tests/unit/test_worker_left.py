@@ -205,6 +205,26 @@ def later() -> Table:
     return Table(TableId(2), made.first_ordinal + made.block_count, spec)
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_reader_does_not_wait_for_the_clock_of_a_final_seal(skip: bool) -> None:
+    """Under SSP: the others may never take that step."""
+    ssp = Bench(make_table(parsed("ssp:2")), workers=2)
+    for rank in range(2):
+        for clock in (1, 2):
+            step(ssp, rank, clock)
+    if skip:
+        ssp.seal(1, 5, 3, skip=True, last=True)
+    else:
+        step(ssp, 1, 3)
+        ssp.seal(1, 7, 4, skip=True, last=True)
+    cut = Incarnation(5000), 1
+    clock = ssp.machine.begin_cut(cut, 110.0)
+    assert clock == (2 if skip else 3)
+    read = PullEvent(PLACE, 1, None, clock, True, 110.0, cut)
+    answered = answers(ssp.machine.pull(read, ssp.now_s))
+    assert answered == ([1] if skip else [])  # a step of its own counts
+
+
 def test_a_table_that_is_made_later_does_not_wait_for_it() -> None:
     server = Server()
     server.change(left())
