@@ -23,8 +23,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ours, ddp, rpc, asynchronous = page.commands()
     with ThreadPoolExecutor(2) as threads:
         theirs = [threads.submit(page.type, line) for line in (ddp, rpc)]
-        page.type(ours)
+        page.type(f"{ours} --checkpoint-url runs")
         (made / "pushpull.pt").rename(made / "bsp.pt")
+        page.type(f"{ours} --checkpoint-url runs --resume auto")
+        (made / "pushpull.pt").rename(made / "resumed.pt")
         page.type(asynchronous)
         for run in theirs:
             run.result()
@@ -48,6 +50,10 @@ def test_ddp_ends_with_the_same_bits(folder: Path) -> None:
 def test_torch_rpc_ends_with_the_same_parameters_and_buffers_of_its_own(folder: Path) -> None:
     found = differing(saved(folder, "rpc.pt"), saved(folder, "bsp.pt"))
     assert not [name for name in found if "running" not in name]
+
+
+def test_a_run_that_is_done_takes_no_step_more(folder: Path) -> None:
+    assert not differing(saved(folder, "resumed.pt"), saved(folder, "bsp.pt"))
 
 
 def test_the_asynchronous_run_is_another(folder: Path) -> None:

@@ -15,16 +15,18 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_the_example_trains(tmp_path: Path) -> None:
+def test_the_example_trains_and_goes_on_when_it_is_done(tmp_path: Path) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     script = tmp_path / "script.py"
     script.write_text(program, encoding="utf-8")
     arguments = ("train", str(script), "--workers", "2", "--servers", "2")
-    run = run_warm(*arguments, cwd=ROOT, has_warm_roles=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    reached = re.search(r"loss (\d+\.\d+)\n", run.stdout)
-    assert reached, run.stdout
-    assert float(reached[1]) < 0.5
+    saved = ("--checkpoint-url", str(tmp_path / "runs"), "--resume", "auto")
+    for _ in range(2):  # the second one has no step left to take
+        run = run_warm(*arguments, *saved, cwd=ROOT, has_warm_roles=True)
+        assert run.returncode == 0, run.stdout + run.stderr
+        reached = re.search(r"loss (\d+\.\d+)\n", run.stdout)
+        assert reached, run.stdout
+        assert float(reached[1]) < 0.5
 
 
 def test_every_target_it_names_exists() -> None:
