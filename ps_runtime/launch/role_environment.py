@@ -12,11 +12,12 @@ from pushpull.v1 import types_pb2
 
 _ADDRESSING = (
     "ADVERTISE", "CLUSTER_ID", "HTTP_LISTEN", "JOURNAL", "LAUNCH_ID", "LISTEN", "MIN_IN_SYNC",
-    "RANK", "READY_FILE", "REPLICAS", "ROLE", "SCHEDULER", "SERVERS", "STOP_WHEN_DONE", "WORKERS",
-    "WORLD_SIZE",
+    "RANK", "READY_FILE", "REPLICAS", "ROLE", "RUN", "SCHEDULER", "SERVERS", "STOP_WHEN_DONE",
+    "WORKERS", "WORLD_SIZE",
 )  # fmt: skip
 """PUSHPULL_ variables of a process's identity and cluster, which roles never inherit. A container
-of a cluster may have them, and start another cluster: that has a journal and ports of its own.
+of a cluster may have them, and start another cluster: that has a journal and ports of its own, and
+trains in the run without a name, of which checkpoints are.
 """
 
 _STREAM_LISTEN = "PUSHPULL_STREAM_LISTEN"

@@ -223,6 +223,7 @@ def test_a_stopped_launcher_starts_nothing(launcher: Launcher, role: Role) -> No
 
 def test_a_role_does_not_inherit_who_its_starter_is() -> None:
     own = {"PUSHPULL_RANK": "3", "PUSHPULL_JOURNAL": "/journal", "PUSHPULL_STREAM_LISTEN": "b:2"}
+    own["PUSHPULL_RUN"] = "nightly"  # checkpoints are of the run without a name
     environment = role_environment(
         {**own, "PUSHPULL_LOG_LEVEL": "debug", "PYTHONPATH": "here"},
         {"PUSHPULL_SCHEDULER": "a:1"},
