@@ -28,6 +28,7 @@ from ps_cli.tables.app import tables_app
 from ps_cli.train.roles import BecomesRole
 from ps_cli.train.train import ALL_KINDS, TrainOptions, TrainRun, TrainSettings
 from ps_cli.train.up import UpOptions, run_up
+from ps_runtime.launch.role_entry import words_for_missing
 
 app = typer.Typer(
     name="pushpull",
@@ -266,22 +267,15 @@ def _installed(name: str) -> str:
         return "(not installed as a package)"
 
 
-_NOT_IN_EVERY_IMAGE = ("numpy", "safetensors", "torch")
-"""Packages that the scheduler's image does not have."""
-
-
 def main() -> None:
     try:
         app(prog_name="pushpull")
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _NOT_IN_EVERY_IMAGE:
+        words = words_for_missing(error, "this command")
+        if words is None:
             raise
         with Output() as output:
-            output.complain(
-                f"this command needs {package}, which is not installed here; the scheduler's image "
-                "has none: take the image of servers and workers (docs/guides/CONTAINERS.md)"
-            )
+            output.complain(words)
         sys.exit(USAGE_EXIT_CODE)
 
 

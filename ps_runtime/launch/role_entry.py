@@ -22,6 +22,24 @@ from ps_runtime.system.process_end import end_at_sigint, end_at_sigterm_if_first
 SERVING = ("scheduler", "ps_server")
 ROLES = (*SERVING, "ps_worker")
 
+_REFUSED = 2  # the exit code of a role that is started again in vain
+
+_NOT_IN_EVERY_IMAGE = ("numpy", "safetensors", "torch")
+"""Packages that the scheduler's image does not have."""
+
+
+def words_for_missing(error: ModuleNotFoundError, what: str) -> str | None:
+    """The line for a person about a package that `what` needs and the scheduler's image lacks; None
+    about any other module.
+    """
+    package = (error.name or "").partition(".")[0]
+    if package not in _NOT_IN_EVERY_IMAGE:
+        return None
+    return (
+        f"{what} needs {package}, which is not installed here; the scheduler's image has none: "
+        "take the image of servers and workers (docs/guides/CONTAINERS.md)"
+    )
+
 
 def command_of(module: str, arguments: Sequence[str]) -> list[str]:
     """The command line of a process that runs `python -m module arguments`."""
@@ -52,10 +70,17 @@ def main() -> None:
     _, module, *arguments = sys.argv
     if module in SERVING:  # a worker's script handles its signals as any
         end_at_sigint()
-    if module in ROLES:
-        claim(module)
     sys.argv[1:] = arguments
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        if module in ROLES:
+            claim(module)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except ModuleNotFoundError as error:
+        words = words_for_missing(error, "this role") if module in ROLES else None
+        if words is None:
+            raise
+        sys.stderr.write(f"pushpull: {words}\n")
+        sys.exit(_REFUSED)
 
 
 if __name__ == "__main__":

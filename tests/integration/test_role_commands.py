@@ -173,3 +173,23 @@ def test_a_role_that_is_interrupted_while_it_imports_says_nothing(
         role.send_signal(signal.SIGINT)
         said = [line for line in role.stderr if not line.startswith("import time:")]
     assert (role.returncode, said) == (-signal.SIGINT, [])
+
+
+@pytest.mark.parametrize("role", ["server", "worker"])
+def test_a_role_whose_image_lacks_torch_says_so_in_a_line(folder: Path, role: str) -> None:
+    """As in the scheduler's image."""
+    for name in ("numpy", "torch"):
+        (folder / f"{name}.py").write_text(
+            f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')"
+        )
+    path = os.pathsep.join((str(folder), environment()["PYTHONPATH"]))
+    script = ["train.py"] if role == "worker" else []
+    done = subprocess.run(
+        [sys.executable, "-m", "pushpull", role, "--scheduler", "127.0.0.1:1", *script],
+        cwd=folder, env=environment() | {"PYTHONPATH": path},
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    (said,) = done.stderr.splitlines()
+    assert "this role needs" in said
+    assert "take the image of servers and workers" in said
