@@ -266,6 +266,35 @@ def scaled(client: ps.Client) -> tuple[Tensors, float]:
     return trainer.values, scaler.get_scale()
 
 
+def scaled_apart(client: ps.Client) -> tuple[list[Tensors], list[str]]:
+    """The values after each step, and what is said, where one layer is in DistributedDataParallel,
+    and worker 1 alone has an overflow beside it, in the first step.
+    """
+    ps.HybridOptimizer.init_process_group(client)
+    model = rated(client, "scaled apart/users")
+    model.middle = DistributedDataParallel(model.middle)  # type: ignore[assignment]
+    local = local_optimizer(model.parameters())
+    optimizer = ps.HybridOptimizer(client, model, local, name="scaled apart")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    found, said = [values_of(client, model)], []
+    for step in range(4):
+        if step == 2:
+            scaler.update(min(client.gather(scaler.get_scale())))
+        optimizer.zero_grad()
+        loss = loss_of(model, step, client.rank)
+        is_too_large = step == 0 and client.rank == 1
+        scaler.scale(
+            loss + model.head.bias.sum() * (float("inf") if is_too_large else 0)
+        ).backward()
+        try:
+            scaler.step(optimizer)
+        except ps.InvalidConfig as refused:
+            said.append(str(refused))
+        scaler.update()
+        found.append(values_of(client, model))
+    return found, said
+
+
 def serve_some(client: ps.Client) -> tuple[Tensors, list[str]]:
     """The head goes through the servers, under ASP, as the rows do."""
     model = rated(client, "served/users", consistency="asp")

@@ -167,6 +167,22 @@ def test_a_loss_scale_reaches_both_halves(workers: Workers) -> None:
     assert_alike([first, unscaled])
 
 
+def test_other_loss_scales_skip_the_step_where_wrappers_have_reduced_gradients(
+    workers: Workers,
+) -> None:
+    """Each worker would divide their mean by its own scale, and the parameters would part."""
+    runs = workers.run(jobs.scaled_apart)
+    for number in range(5):
+        assert_alike([found[number] for found, _ in runs])
+    (first, skipped, refused, taken, _), _ = runs[0]
+    assert_alike([first, skipped, refused])  # by an overflow, and by the scales
+    assert not torch.equal(refused["head.weight"], taken["head.weight"])
+    for _, said in runs:
+        assert len(said) == 1, said
+        assert "the loss scale of worker 1 is 128, and that of worker 0 is 256" in said[0]
+        assert "scaler.update(min(client.gather(scaler.get_scale())))" in said[0]
+
+
 @pytest.mark.thorough
 def test_parameters_may_go_through_the_servers(workers: Workers) -> None:
     runs = workers.run(jobs.serve_some)

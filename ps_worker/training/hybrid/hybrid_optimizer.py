@@ -18,7 +18,8 @@ Rules:
       servers say to one of them (a full table): so the parameters stay equal everywhere.
     - The workers' half is taken together with the seals, without interruption: gradients that come
       later, or zeroing them, never change it.
-    - Workers with other hyperparameters would part: all of them skip the step, and say so.
+    - Workers with other hyperparameters would part: all of them skip the step, and say so. So would
+      those with other loss scales, where torch's wrappers have added up their gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import hashlib
 import itertools
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, NoReturn, Unpack
@@ -152,7 +153,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         )
         own = [each for each in self._parameters() if each not in self._elsewhere]
         self._reduced = set(own)
-        self._reduction = GradientReduction(own, 1 + 2 * client.world_size, client.world_size)
+        self._reduction = GradientReduction(own, 1 + 3 * client.world_size, client.world_size)
         self._peers = Peers(client)
         if self._elsewhere:
             self._peers.end_waits_of_torch()
@@ -370,7 +371,8 @@ class HybridOptimizer(torch.optim.Optimizer):
             InvalidConfig: `GradScaler.unscale_` was called, which does not reach rows; or there are
                 more rows of one partition than a message takes, and nothing of the step was taken,
                 so that the others wait for the next call; or the workers have other learning
-                rates, for instance: all have skipped the step.
+                rates, for instance, or other loss scales with torch's wrappers: all have skipped
+                the step.
             WorkerLost: another worker has ended, and so has this run.
             WaitExpired: a worker or a server is late. The next call, or `zero_grad`, ends the step;
                 likewise after Ctrl-C. A backward pass before that is refused.
@@ -403,10 +405,12 @@ class HybridOptimizer(torch.optim.Optimizer):
         for table in served.tables:
             table.check_parameters()
             served.hyperparameters(table, self.servers.param_groups)
-        control = [0.0] * (1 + 2 * worker_count)
+        control = [0.0] * (1 + 3 * worker_count)
         control[0] = float(scale.skip)
         control[1 + self._client.rank] = float(bool(problem))
         control[1 + worker_count + self._client.rank] = float(self._settings_digest())
+        if self._elsewhere:
+            control[1 + 2 * worker_count + self._client.rank] = scale.contribution_scale
         with uninterrupted():  # the others count on both halves
             self._reduction.begin(control, scale.contribution_scale)
             self._open = _OpenStep(scale, problem)
@@ -454,12 +458,11 @@ class HybridOptimizer(torch.optim.Optimizer):
         reduced, scale, problem = self._reduction.finish(), opened.scale, opened.problem
         self._reduction.give_back()
         worker_count = self._client.world_size
-        skips, problems = reduced.control[0], reduced.control[1 : 1 + worker_count]
-        others = [
-            rank
-            for rank, digest in enumerate(reduced.control[1 + worker_count :])
-            if digest != reduced.control[1 + worker_count]
-        ]
+        skips, told = reduced.control[0], reduced.control[1:]
+        problems, digests, scales = (
+            told[begin : begin + worker_count] for begin in range(0, len(told), worker_count)
+        )
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:
             opened.refusal = InvalidConfig(
                 f"the optimizer of worker {others[0]} has other hyperparameters than that of "
@@ -472,8 +475,10 @@ class HybridOptimizer(torch.optim.Optimizer):
             problem = f"worker {rank} has a gradient with an infinity or a NaN, or beyond its codec"
         if not problem and not skips and not reduced.fits() and not self._may_be_infinite:
             problem = f"the mean of the workers' gradients of {self._not_finite(self._reduced)}"
+        if not skips and not problem and opened.refusal is None:
+            opened.refusal = _other_scales(scales)
         opened.is_decided = True
-        if skips or problem or others:
+        if skips or problem or opened.refusal is not None:
             opened.scale = StepScale(skip=True, problem=problem)
             return
         reduced_elsewhere = (p for p in self._parameters() if p in self._elsewhere)
@@ -591,6 +596,24 @@ class _OpenStep:
     is_decided: bool = False
     is_taken: bool = False
     refusal: InvalidConfig | None = None
+
+
+def _other_scales(scales: Sequence[float]) -> InvalidConfig | None:
+    """The refusal of a step for which workers have other loss scales, by their inverses; None if
+    all have one.
+    """
+    other = next((rank for rank, each in enumerate(scales) if each != scales[0]), None)
+    if other is None:
+        return None
+    return InvalidConfig(
+        f"the loss scale of worker {other} is {1 / scales[other]:g}, and that of worker 0 is "
+        f"{1 / scales[0]:g}, so their parameters would part: DistributedDataParallel or "
+        "fully_shard has added up gradients of both. All have skipped the step. GradScaler finds "
+        "an overflow outside of the wrapper at its own worker alone; expected all layers that the "
+        "workers keep in the wrapper, or none (each may have a scale of its own then), or autocast "
+        "in bfloat16, which needs no scaler. To go on, call "
+        "scaler.update(min(client.gather(scaler.get_scale()))) at every worker"
+    )
 
 
 def _begin_as_rank_0(tensor: torch.Tensor) -> None:
