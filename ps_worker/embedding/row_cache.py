@@ -75,9 +75,14 @@ class RowCache:
         self.row_count = most // way_count * way_count
         self._kernels = kernels or _kernels()
         self._sets = np.zeros((most // way_count, 3, way_count), np.int64)
-        self._sets[:, CLOCK] = -1
+        self.clear()
         self._rows = _raw(np.empty((self.row_count, length), dtype))
         self._use = 0
+
+    def clear(self) -> None:
+        """Remove all rows."""
+        self._sets[:] = 0
+        self._sets[:, CLOCK] = -1
 
     def get(self, ids: Ids, since: int, out: npt.NDArray[Any]) -> Numbers:
         """The clock at which each row was pulled, or -1 for one that is not there, or was pulled

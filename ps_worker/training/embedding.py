@@ -140,6 +140,7 @@ class Embedding(torch.nn.Module):
         self._pulls = RowPulls(client, self.table, _cache_of(self.table, cache_rows), step_count)
         self.trained = TrainedRows(client, self.table)
         self._ahead: deque[_Ahead] = deque()
+        self._meeting_count = 0  # those after which rows of before were dropped
         self._zeroed_at = (-1, 0)  # the steps before the last `zero_grad`
         self._is_frozen = False
 
@@ -188,6 +189,7 @@ class Embedding(torch.nn.Module):
             return
         given = ids_of(ids, hashed_ids=self._hashed_ids)
         batch = cut_ids(given, self._rows)
+        self._drop_of_before()
         is_late = may_lag(seen, clock)
         asked_clock = clock if is_late else clock + 1
         pull = self._pulls.start(batch, asked_clock, step_clock=clock + 1)
@@ -211,8 +213,19 @@ class Embedding(torch.nn.Module):
                 return ahead.pull
         return None
 
+    def _drop_of_before(self) -> None:
+        """Drop rows from before the last `synchronize`: they may lack steps of other workers."""
+        if self._meeting_count == self.trained.meeting_count:
+            return
+        self._meeting_count = self.trained.meeting_count
+        self._pulls.forget()
+        for ahead in [each for each in self._ahead if each.is_late]:
+            self._ahead.remove(ahead)
+            ahead.pull.cancel()
+
     def begin_lookup(self, ids: Tensor) -> Lookup:
         """Begin to pull the rows of these ids, unless `prefetch` has; `end_lookup` has them."""
+        self._drop_of_before()
         given, clock = ids_of(ids, hashed_ids=self._hashed_ids), self.table.clock
         pull = self._prefetched(given, clock)
         if pull is not None:

@@ -114,6 +114,12 @@ class RowPulls:
         self._ask(pull, missing, clock)
         return pull
 
+    def forget(self) -> None:
+        """Have nothing in the cache."""
+        if self._cache is not None:
+            with self._lock:
+                self._cache.clear()
+
     def renew(self, pull: RowPull, clock: int) -> None:
         """Ask for the rows of the cache that are too old for the step after `clock`."""
         if self._cache is not None:

@@ -70,7 +70,7 @@ from ps_worker.training.tables.gradient_marks import GradientMarks
 from ps_worker.training.tables.step_scale import StepScale
 from ps_worker.training.tables.trained_table import TrainedTable
 from ps_worker.training.tables.unrounded_values import pull_unrounded
-from ps_worker.training.trained_rows import TrainedRows, bind_rows, check_rows_fit
+from ps_worker.training.trained_rows import TrainedRows, bind_rows, check_rows_fit, have_met
 from ps_worker.transport.metrics import MEASURES
 
 if TYPE_CHECKING:
@@ -253,6 +253,7 @@ class TrainedModel:
                 )
         self._groups = groups
         self._common.meet(timeout_s, is_pulled=not self.aggregates, outer=self._early_outer_step())
+        have_met(self.rows)
         self.tell()
 
     def _early_outer_step(self) -> EarlyOuterStep | None:
@@ -524,8 +525,7 @@ class TrainedModel:
 
     def gave_state(self, entries: Mapping[torch.Tensor, Mapping[str, Any]], groups: Groups) -> None:
         """Note the state that the script has been given. To load it again before the next step, as
-        Accelerate does with every optimizer, is no change, even if other workers have changed it
-        since, in a setting without steps of all workers.
+        Accelerate does, is no change, though steps of others may have changed it since.
         """
         if self._why_no_edit():
             parameters = enumerate(each for group in groups for each in group["params"])

@@ -53,12 +53,14 @@ class TrainedRows:
         hyperparameters: the optimizer's, of the steps from now on, such as `lr`; the table's
             fill in.
         on_gradient: is called when a gradient has come.
+        meeting_count: the times that all workers have met (`synchronize`).
     """
 
     def __init__(self, client: Client, handle: TableHandle) -> None:
         self.handle = handle
         self.hyperparameters: dict[str, float] = {}
         self.on_gradient: Callable[[], None] = lambda: None
+        self.meeting_count = 0
         self.pending = PendingTickets(client)
         self._client = client
         self._owner: ref[object] | None = None
@@ -315,6 +317,12 @@ def bind_rows(client: Client, rows: Sequence[TrainedRows], tables: Iterable[Trai
     if len(parts) > 1:
         first, *others = [client.tables.begin_step(part.handle) for part in parts]
         first.together(others)
+
+
+def have_met(rows: Iterable[TrainedRows]) -> None:
+    """Note that all workers have met: rows that were pulled before may lack steps of others."""
+    for each in rows:
+        each.meeting_count += 1
 
 
 def check_rows_fit(rows: str, optimizer: ServerOptimizer, options: TrainingOptions) -> None:

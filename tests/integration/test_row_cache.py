@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ps_worker as ps
 from pushpull.jagged import EmbeddingBagConfig, KeyedJaggedTensor
 from tests.integration.lane_cluster import until
 from tests.integration.replicated_cluster import replicated_cluster
+from tests.integration.resumed_training import together
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
@@ -316,6 +318,34 @@ def test_a_worker_whose_session_ended_is_told_though_the_cache_has_all() -> None
         client.close()
         with pytest.raises(ps.InvalidConfig, match="closed"):
             rows(IDS)
+
+
+@pytest.mark.parametrize("consistency", ["asp", "ssp:8"])
+def test_synchronize_gives_rows_with_every_step_of_all_workers(consistency: str) -> None:
+    """Also where a worker has just looked them up, or has asked for them ahead."""
+    own = {"cache_steps": 9 if consistency == "asp" else 0}
+
+    def work(client: ps.Client) -> list[int]:
+        rows = counting(client, "met", consistency, **own)
+        optimizer = ps.DistributedOptimizer(
+            client, nn.ModuleDict({"rows": rows}), ps.SGD(), name="met", consistency=consistency
+        )
+        if client.rank == 1:
+            client.barrier()
+        for _ in range(3):
+            rows(IDS).sum().backward()
+            optimizer.step()
+        found = [looked_up(rows)]
+        rows.prefetch(IDS[:5])
+        if client.rank == 0:
+            client.barrier()
+        optimizer.synchronize()
+        return [*found, looked_up(rows), looked_up(rows, IDS[:5])]
+
+    with ps.local_cluster(servers=1, workers=2) as cluster:
+        first, second = together(cluster.address, 2, work)
+    assert first[0] < 6
+    assert first[1:] == second[1:] == [6, 6]
 
 
 @pytest.mark.thorough
