@@ -182,8 +182,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Rows of Embeddings keep the optimizer and the consistency of their own tables; `param_groups`
     has neither, so learning-rate schedulers do not reach them (`Embedding.hyperparameters` does).
-    The loss scale and `clip_norm` reach them: the norm is of all gradients together, or of those
-    under BSP and those under SSP or ASP apart, if there are both.
+    The loss scale and `clip_norm` reach them: the norm is of all gradients together. Beside others
+    under SSP or ASP, which are clipped by that, gradients under BSP are clipped by theirs alone.
 
     All workers give the same parameters in the same order, with the same `requires_grad`, and start
     from rank 0's; frozen layers that are not given are each worker's own. Parameters in bfloat16 or

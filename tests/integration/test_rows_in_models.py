@@ -188,7 +188,9 @@ def test_a_gradient_that_was_cleared_is_not_pushed(client: ps.Client) -> None:
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("setting", ["bsp", "asp", "bsp beside asp"])
 def test_the_norm_is_of_both(client: ps.Client, setting: str, passes: int) -> None:
-    """Where rows and parameters have settings of two kinds, each kind has its norm."""
+    """Where rows are under ASP and parameters under BSP, those are clipped by the norm of both, and
+    these by their own.
+    """
     name = f"norm {setting} {passes}"
     dense, *other = setting.split(" beside ")
     model = tastes(client, f"{name}/users", consistency=(other or [dense])[0])
