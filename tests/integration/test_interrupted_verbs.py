@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -64,6 +65,25 @@ def test_ctrl_c_leaves_no_step_without_its_seal(
         verb(client, table)
     assert table.clock == 1
     assert client.wait(client.push(table, full(1.0))).clock == 2
+    np.testing.assert_array_equal(client.pull(table), full(-2.0))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1])
+def test_a_signal_that_the_script_handles_leaves_no_step_without_its_seal(
+    workers: tuple[ps.Client, ps.Client], number: signal.Signals
+) -> None:
+    """Its handler raises, as those of preemptible jobs and of time limits do."""
+    client, _ = workers
+    table = client.create_table(
+        f"handled {next(_names)}", SIZE, optimizer=ps.SGD(lr=1.0), consistency="asp"
+    )
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        with ctrl_c_after("sealed", number):
+            client.push(table, full(1.0))
+    finally:
+        signal.signal(number, before)
+    assert client.wait(client.push(table, full(1.0)), timeout_s=DEADLINE_S).clock == 2
     np.testing.assert_array_equal(client.pull(table), full(-2.0))
 
 

@@ -1,9 +1,13 @@
-"""Ctrl-C and work that must not be cut in two."""
+"""Ctrl-C, other signals, and work that must not be cut in two."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -23,6 +27,43 @@ def test_what_has_begun_is_done_and_then_interrupted() -> None:
         work()
     assert done == ["work"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@contextmanager
+def _handled(
+    number: signal.Signals, handler: Callable[[int, FrameType | None], Any] | signal.Handlers
+) -> Iterator[None]:
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def test_handlers_of_other_signals_come_afterwards_too_each_of_them() -> None:
+    done: list[object] = []
+
+    def end(number: int, _: object) -> None:
+        done.append(signal.Signals(number))
+        raise SystemExit(number)
+
+    def work() -> None:
+        with uninterrupted(), uninterrupted():
+            signal.raise_signal(signal.SIGALRM)
+            signal.raise_signal(signal.SIGTERM)
+            done.append("work")
+
+    with _handled(signal.SIGTERM, end), _handled(signal.SIGALRM, end):
+        with pytest.raises(SystemExit):
+            work()
+        assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGALRM)] == [end, end]
+    assert done == ["work", signal.SIGALRM, signal.SIGTERM]
+
+
+def test_what_the_script_ignores_or_leaves_to_the_system_stays_so() -> None:
+    with _handled(signal.SIGUSR1, signal.SIG_IGN), uninterrupted():
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_what_fails_has_its_own_error_and_leaves_nothing_behind() -> None:
