@@ -5,6 +5,7 @@ process is one of.
 from __future__ import annotations
 
 import os
+import sys
 from typing import TypedDict, Unpack
 
 from ps_core.errors import InvalidConfig, PushpullError
@@ -101,6 +102,7 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
     check_options("connect", options, ConnectOptions.__annotations__)
     place = config = None
     try:
+        _check_not_imported()
         place = job_place(options, os.environ)
         if place is not None:
             logs.info("rank_of_job", rank=place.rank, workers=place.world_size, source=place.source)
@@ -112,6 +114,22 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
         _earlier[os.getpid(), config.scheduler, config.run] = client.rank
         logs.info("worker_joined", rank=client.rank, workers=client.world_size)
     return client
+
+
+def _check_not_imported() -> None:
+    """Refuse a script that a child of `multiprocessing` ("spawn", "forkserver") imports anew before
+    its own work: as a worker of the same identity it would end the parent, and without one it would
+    take another's rank.
+    """
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        if frame.f_code.co_name == "<module>" and frame.f_globals["__name__"] == "__mp_main__":
+            raise InvalidConfig(
+                f"process {os.getpid()} is a child that multiprocessing has started by 'spawn' or "
+                f"'forkserver' (as a DataLoader may), and imports {frame.f_code.co_filename} anew; "
+                'put what the script does below a line `if __name__ == "__main__":`'
+            )
 
 
 def _told(
