@@ -317,6 +317,30 @@ def test_gradients_that_come_after_an_expired_wait_are_a_step_of_their_own(
     assert torch.equal(models[0].weight, models[1].weight)
 
 
+def test_a_pull_that_has_expired_is_made_again_after_a_backward_pass_has_waited_for_the_step(
+    two: tuple[ps.Client, ps.Client],
+) -> None:
+    """That of another loss, such as a generator's, which goes through this model, too."""
+    models = [nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)]
+    for model in models:
+        nn.init.zeros_(model.weight)
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(optimizer_for, two[1], models[1], name="pulled again")
+        first = optimizer_for(two[0], models[0], name="pulled again")
+        second = other.result()
+        models[0](torch.ones(1, 4)).sum().backward()
+        with pytest.raises(ps.WaitExpired, match="worker 1"):
+            first.step()
+        models[1](torch.ones(1, 4)).sum().backward()
+        stepping = thread.submit(second.step)
+        ended(lambda: models[0](torch.ones(1, 4)).sum().backward())
+        ended(first.zero_grad)
+        stepping.result()
+    assert first.clock == second.clock == 1
+    assert torch.equal(models[1].weight.detach(), torch.full((1, 4), -0.1))
+    assert torch.equal(models[0].weight, models[1].weight)
+
+
 @pytest.mark.thorough
 def test_a_step_of_two_tables_of_which_one_has_ended_is_the_same_step(
     two: tuple[ps.Client, ps.Client],

@@ -554,10 +554,17 @@ class TrainedTable:
                 self._arrivals += self._awaited.write(index)
 
     def wait_pending(self) -> None:
-        """Wait for a step that an earlier call did not see the end of."""
+        """Wait for a step that an earlier call did not see the end of. A pull that has expired is
+        begun again.
+        """
         if self.pending or self._pull is not None:
+            self._renew_pull()
             self._wait_tickets()
             self._ended()
+
+    def _renew_pull(self) -> None:
+        if self._pull is not None and self._pull.has_expired:
+            self.begin_pull(self._pulled_blocks)
 
     def _wait_tickets(self) -> None:
         # Blocks that left before the step was found to be skipped may have been refused.
@@ -567,8 +574,7 @@ class TrainedTable:
         """Wait for the end of the step and of the pull; a pull that has expired is begun again.
         After an error, a later call waits for the rest.
         """
-        if self._pull is not None and self._pull.has_expired:
-            self.begin_pull(self._pulled_blocks)
+        self._renew_pull()
         pull = self._pull
         self.wait_pending()
         return None if pull is None else pull.future.result()
