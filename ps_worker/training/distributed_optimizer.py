@@ -464,7 +464,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         checkpoint with the group, they may call it at any time before that step is reached again:
         the group goes on from the checkpoint.
 
-        Blocking: until rank 0 has given the values.
+        Blocking: until the last step has ended, and rank 0 has given the values.
 
         Raises:
             InvalidConfig: a setting of the group is wrong, or the module has buffers that it did
@@ -473,6 +473,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self._is_made:  # torch's constructor hands over the first groups
             _plain(_Base.add_param_group)(self, param_group)
             return
+        self._model.end_step()
         position = sum(len(group["params"]) for group in self.param_groups)
         group = named_group(param_group, self._module, position)
         self._check_awaited([group])
@@ -513,10 +514,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             InvalidConfig: `Custom`, whose state has no layout in torch.
             PushpullError: as `Client.wait`.
         """
+        self._check_has_layout()
+        self._model.end_step()  # with `Aggregate` the local optimizer takes its part of it then
         if self._model.inner is not None:
             return self._model.inner.state_dict()
-        self._check_has_layout()
-        self._model.end_step()
         loaded = self._model.loaded
         awake = [table for table in self._tables if not table.is_asleep]
         arrays = pulled_arrays(self._client, awake) if loaded is None else loaded.arrays
@@ -541,15 +542,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 that train. Nothing has changed.
             PushpullError: as `Client.wait`.
         """
-        inner = self._model.inner
-        if inner is not None:
+        self._check_has_layout()
+        self._model.end_step()
+        if (inner := self._model.inner) is not None:
             before = self.param_groups
             inner.load_state_dict(state_dict)
             self._share(inner)
             self._own_state.groups_loaded(before)
             return
-        self._check_has_layout()
-        self._model.end_step()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             hooked = pre_hook(self, state_dict)
             state_dict = state_dict if hooked is None else hooked

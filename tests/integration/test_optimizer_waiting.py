@@ -440,6 +440,28 @@ def test_what_a_script_changes_while_a_step_is_waited_for_comes_after_that_step(
     assert [differing(values(model), values(models[2])) for model in models] == [[], [], []]
 
 
+def test_the_state_of_aggregate_has_the_last_step_though_its_wait_has_expired(
+    two: tuple[ps.Client, ps.Client],
+) -> None:
+    """A checkpoint after that step has its clock, and this worker's parameters."""
+    models = [nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)]
+    for model in models:
+        nn.init.zeros_(model.weight)
+    options: dict[str, Any] = {"name": "own state", "optimizer": KINDS["aggregate"]()}
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(optimizer_for, two[1], models[1], **options)
+        first, second = optimizer_for(two[0], models[0], **options), other.result()
+        models[0](torch.ones(1, 4)).sum().backward()
+        with pytest.raises(ps.WaitExpired, match="worker 1"):
+            first.step()
+        models[1](torch.ones(1, 4)).sum().backward()
+        stepping = thread.submit(second.step)
+        (saved,) = ended(first._own_state.state_dict)["parameters"]
+        stepping.result()
+    assert torch.equal(saved, models[1].weight)
+    assert torch.equal(saved, torch.full((1, 4), -0.1))
+
+
 @pytest.mark.thorough
 def test_a_second_change_while_the_first_is_waited_for_is_not_written_over(
     two: tuple[ps.Client, ps.Client],
