@@ -701,10 +701,10 @@ class TrainedModel:
             with uninterrupted():  # the script goes on: its changes come after the step
                 if isinstance(error, PushpullError) and not isinstance(error, WaitExpired):
                     self._sealed = None  # it has ended, with an error
-                    if self.own is not None and not sealed.is_taken_over:
-                        self.own.failed(sealed.tickets.values())
                     if sealed.is_taken_over:  # the error is of buffers, or of rows
                         self.awaited.begin(sealed.tickets)
+                if self.own is not None and not sealed.is_taken_over:
+                    self.own.left(sealed.tickets.values(), is_over=self._sealed is None)
                 for table in () if self.aggregates else sealed.tickets:
                     table.left()
                 for buffers in self.buffers:

@@ -440,6 +440,54 @@ def test_what_a_script_changes_while_a_step_is_waited_for_comes_after_that_step(
     assert [differing(values(model), values(models[2])) for model in models] == [[], [], []]
 
 
+@pytest.mark.parametrize("changes", ["parameters", "rate", "state"])
+def test_aggregate_takes_an_update_as_the_others_do_whatever_the_script_changes_meanwhile(
+    two: tuple[ps.Client, ps.Client], changes: str
+) -> None:
+    """All workers change the same after the same step, and the first has not seen its end."""
+    models = [nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)]
+    for model in models:
+        nn.init.ones_(model.weight)
+    kind = partial(torch.optim.SGD, lr=0.5, momentum=0.5, weight_decay=0.25)
+    options: dict[str, Any] = {"name": f"meanwhile {changes}", "optimizer": ps.Aggregate(kind)}
+
+    def change(optimizer: ps.DistributedOptimizer, model: nn.Module) -> None:
+        if changes == "parameters":
+            _filled(model, 8.0)
+        elif changes == "rate":
+            optimizer.param_groups[0]["lr"] = 0.25
+        else:
+            saved = ended(optimizer.state_dict)
+            saved["state"][0]["momentum_buffer"] = torch.full((1, 4), 16.0)
+            ended(lambda: optimizer.load_state_dict(saved))
+
+    def step(optimizer: ps.DistributedOptimizer, model: nn.Module) -> None:
+        ended(optimizer.zero_grad)
+        model(torch.ones(1, 4)).sum().backward()
+        ended(optimizer.step)
+
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(optimizer_for, two[1], models[1], **options)
+        first = optimizer_for(two[0], models[0], **options)
+        second = other.result()
+        models[0](torch.ones(1, 4)).sum().backward()
+        with pytest.raises(ps.WaitExpired, match="worker 1"):
+            first.step()
+
+        def train() -> None:
+            step(second, models[1])
+            change(second, models[1])
+            step(second, models[1])
+
+        training = thread.submit(train)
+        change(first, models[0])
+        step(first, models[0])
+        training.result()
+    assert torch.equal(models[0].weight, models[1].weight)
+    states = [each.state_dict()["state"][0]["momentum_buffer"] for each in (first, second)]
+    assert torch.equal(*states)
+
+
 def test_the_state_of_aggregate_has_the_last_step_though_its_wait_has_expired(
     two: tuple[ps.Client, ps.Client],
 ) -> None:

@@ -13,10 +13,14 @@ Rules:
       would have told is compared at the next.
     - Autograd's version of a parameter tells of a change, which costs next to nothing. A change
       that bypasses it (`.data`, numpy) is not seen; one that was undone counts.
+    - What a script changes while an update is waited for comes after that update: once a wait was
+      given up, the update is of the parameters and the settings of then (`StateLeft`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -81,6 +85,7 @@ class WorkersModel:
         self._versions: dict[TrainedTable, list[int]] = {}
         self._history = b""
         self._words = ""  # the last change
+        self._left: StateLeft | None = None  # when the wait for an update was given up
         self._mark(tables)
 
     def added(self, tables: Iterable[TrainedTable], load: Callable[[], object]) -> None:
@@ -103,19 +108,25 @@ class WorkersModel:
         """Take a step of the local optimizer; returns the norm that the gradients were clipped by,
         None without `clip_norm`. One that is not finite makes them NaN.
         """
-        self.take_changes()
-        norm = None
-        if clip_norm is not None:
-            trained = (each for group in self._inner.param_groups for each in group["params"])
-            norm = float(torch.nn.utils.clip_grad_norm_(trained, clip_norm))
-        self._inner.step()
-        self._mark(self._tables)
+        left, self._left = self._left, None
+        with contextlib.nullcontext() if left is None else left.in_place():
+            norm = None
+            if clip_norm is not None:
+                trained = (each for group in self._inner.param_groups for each in group["params"])
+                norm = float(torch.nn.utils.clip_grad_norm_(trained, clip_norm))
+            self._inner.step()
+            self._mark(self._tables)
         return norm
 
-    def failed(self, tickets: Iterable[PushTicket]) -> None:
-        """A step has ended with an error. If a seal of it stands, the others take its update, and
-        this copy lacks it from now on.
+    def left(self, tickets: Iterable[PushTicket], *, is_over: bool) -> None:
+        """A wait for the update of a step was given up, or (`is_over`) the step has ended with an
+        error. If a seal of that stands, the others take its update, and this copy lacks it from now
+        on.
         """
+        if not is_over:
+            self._left = self._left or StateLeft(self._inner)
+            return
+        self._left = None
         if any(not each.future.done() or each.future.exception() is None for each in tickets):
             self._add(f"an update lost by worker {self._rank}", str(self._rank).encode())
 
@@ -144,6 +155,52 @@ class WorkersModel:
     def _add(self, words: str, digest: bytes) -> None:
         self._words = words
         self._history = _digest(self._history + digest)
+
+
+class StateLeft:
+    """A local optimizer's parameters and settings, as they are when a wait for an update is given
+    up.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._inner = inner
+        self._groups = [_settings_in(group) for group in inner.param_groups]
+        parameters = [each for group in inner.param_groups for each in group["params"]]
+        self._versions = list(map(_version_of, parameters))
+        self._values = {each: each.detach().clone() for each in parameters}
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Puts them back for the block; afterwards what the script has changed since is there
+        again. Settings that the block changes stay, unless the script has changed them.
+        """
+        versions = map(_version_of, self._values)
+        pairs = zip(self._values, self._versions, versions, strict=True)
+        values = {each: each.detach().clone() for each, old, now in pairs if old != now}
+        groups = list(zip(self._inner.param_groups, self._groups, strict=False))
+        settings = [_differing(group, before) for group, before in groups]
+        for each in values:
+            each.copy_(self._values[each])
+        for (group, before), new in zip(groups, settings, strict=True):
+            group.update((name, before[name]) for name in new)
+        try:
+            yield
+        finally:
+            for each, own in values.items():
+                each.copy_(own)
+            for (group, _), new in zip(groups, settings, strict=True):
+                group.update(new)
+
+
+def _differing(group: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's settings that are others than `before`."""
+    names = [name for name in before if name in group]
+    return {n: group[n] for n in names if not torch.as_tensor(group[n] == before[n]).all()}
+
+
+def _settings_in(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of a group's settings."""
+    return {k: copy.deepcopy(v) for k, v in group.items() if k not in _NO_SETTINGS}
 
 
 def explained(error: InvalidConfig) -> InvalidConfig:
@@ -201,12 +258,14 @@ def _comparable(value: object) -> object:
 
 
 def _versions_of(table: TrainedTable) -> list[int]:
-    placed = table.layout.placed
+    return [_version_of(entry.tensor) for entry in table.layout.placed]
+
+
+def _version_of(tensor: torch.Tensor) -> int:
     try:
-        return [entry.tensor._version for entry in placed]
-    except RuntimeError:  # one was made in inference mode, and has none
-        tensors = [entry.tensor for entry in placed]
-        return [-1 if each.is_inference() else each._version for each in tensors]
+        return tensor._version
+    except RuntimeError:  # it was made in inference mode, and has none
+        return -1
 
 
 def _digest_of_state(inner: torch.optim.Optimizer) -> bytes:
