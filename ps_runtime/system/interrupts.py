@@ -52,17 +52,24 @@ class _Delayed:
         else:
             self.came.setdefault(number, frame)
 
+    def restore(self) -> None:
+        """Put the script's handlers in place again; may raise, for a signal that comes then."""
+        for number, handler in self.handlers.items():
+            _signal.signal(number, handler)
+
     def hand_on(self) -> None:
         """Call the script's handlers of the signals that came, each of them even if one raises."""
+        self.is_over = True
         with contextlib.ExitStack() as calls:
             for number, frame in reversed(self.came.items()):
                 calls.callback(self.handlers[number], number, frame)
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
+def uninterrupted(interrupted: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Delays Ctrl-C, and other signals that the script handles, until the block has ended; the
     block must not wait for another process. Only the main thread is ever interrupted.
+    `interrupted` is called before the handlers of what came.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -76,10 +83,8 @@ def uninterrupted() -> Iterator[None]:
                 _signal.signal(number, delayed)
         yield
     finally:
-        try:
-            for number, handler in delayed.handlers.items():
-                _signal.signal(number, handler)  # may raise, for one that comes then
-        finally:
-            delayed.is_over = True
+        with contextlib.ExitStack() as ends:
+            ends.callback(delayed.hand_on)
+            ends.callback(delayed.restore)
             if delayed.came:
-                delayed.hand_on()
+                interrupted()

@@ -16,7 +16,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -34,11 +34,11 @@ from ps_worker.spec.optimizers import (
     hyperparameters_of,
 )
 from ps_worker.spec.training_options import TrainingOptions
-from ps_worker.steps.steps import Pulled, PushTicket, StepResult, TableHandle, after_round
+from ps_worker.steps.steps import StepResult, TableHandle, after_round
 from ps_worker.training.among_workers.later_groups import ModelClocks
 from ps_worker.training.among_workers.worker_group import WorkerGroup
-from ps_worker.training.among_workers.workers_model import WorkersModel, explained
-from ps_worker.training.clipping import UpdateScaling, scaled_step, scaled_updates
+from ps_worker.training.among_workers.workers_model import WorkersModel
+from ps_worker.training.clipping import scaled_step, scaled_updates
 from ps_worker.training.common_model import CommonModel, EarlyOuterStep
 from ps_worker.training.joining import ModelJoin, clocks_to_pass
 from ps_worker.training.local_optimizer import (
@@ -63,6 +63,7 @@ from ps_worker.training.planned_edits import (
     own_words,
     problem_of,
 )
+from ps_worker.training.sealed_step import SealedStep
 from ps_worker.training.served_state import LoadedState, State, arrays_of, is_same, pulled_arrays
 from ps_worker.training.step_times import StepTimes
 from ps_worker.training.tables.awaited_parameters import AwaitedParameters
@@ -78,26 +79,6 @@ if TYPE_CHECKING:
 
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
 """torch's parameter groups."""
-
-
-@dataclass(slots=True, eq=False)
-class _SealedStep:
-    """A step that was sealed on all tables and has not ended."""
-
-    tickets: Mapping[TrainedTable, PushTicket]  # of the tables that are awake
-    scaling: UpdateScaling | None
-    is_skipped: bool  # it takes no part in the update
-    problem: str  # the name of a gradient that was not finite, in words; else empty
-    pulled: dict[TrainedTable, Pulled] = field(default_factory=dict)
-    edited: Edited = field(default_factory=dict)
-    is_edit: bool = False
-    is_staged: bool = False  # it is an edit that a later one puts in place
-    is_early: bool = False  # an outer step that `synchronize` takes
-    refused: EditRefused | None = None  # the error, if the edit was refused
-    is_taken_over: bool = False  # its result was written into the parameters
-    marks: GradientMarks | None = None  # of its gradients, if hooks do not tell of all
-    has_gradients: bool = False  # gradients of the next step have come since
-    failure: PushpullError | None = None  # of rows: the first, while others are waited for
 
 
 class TrainedModel:
@@ -143,7 +124,7 @@ class TrainedModel:
         self.awaited = AwaitedParameters(None)
         self._client = client
         self._optimizer = optimizer
-        self._sealed: _SealedStep | None = None
+        self._sealed: SealedStep | None = None
         self._untold = ""  # a step that was refused, in words, which no call has raised
         self._edits = PlannedEdits()
         self._common = CommonModel(client, options.name, self.tables, self.buffers, self._edits)
@@ -465,7 +446,7 @@ class TrainedModel:
         with self.group.marking(self._unhooked_marks):
             scale = self.group.reduced(self.tables, scale)
             self._take_edits()
-            with uninterrupted():
+            with uninterrupted(self._interrupted):
                 if self.outer is not None:
                     self._take_inner_step(groups, scale)
                     scale = StepScale()
@@ -549,7 +530,7 @@ class TrainedModel:
         if not (is_as_planned and digest_of(self._edited()) == self._edits.edit_digest):
             self._plan_edits()
         while self._edits:
-            with uninterrupted():
+            with uninterrupted(self._interrupted):
                 self._sealed = self._seal_edit()
             self._end(self._sealed)
 
@@ -579,7 +560,7 @@ class TrainedModel:
         reasons = (self._client.tables.why_no_edit(table.handle) for table in self.tables)
         return next((reason for reason in reasons if reason), "")
 
-    def _seal_edit(self) -> _SealedStep:
+    def _seal_edit(self) -> SealedStep:
         """Seal the next edit on every table."""
         edits, array = self._edits, self._edits.next
         name = edits.name_at(self._client.rank)
@@ -598,11 +579,11 @@ class TrainedModel:
                 tickets[table] = table.edit(indexes, name, array)
             else:
                 tickets[table] = table.load(array, edits.values(table), name)
-        step = _SealedStep(tickets, None, False, edits.problem, edited=edits.edited, is_edit=True)
+        step = SealedStep(tickets, None, False, edits.problem, edited=edits.edited, is_edit=True)
         step.is_staged = not edits.is_in_place_with_next
         return step
 
-    def _ended_edit(self, sealed: _SealedStep) -> None:
+    def _ended_edit(self, sealed: SealedStep) -> None:
         """Go on to the next planned edit; after a refusal, plan anew with the next step."""
         sealed.refused = self._edits.ended(sealed.refused)
         if sealed.refused is not None or sealed.problem:
@@ -610,7 +591,7 @@ class TrainedModel:
         elif not self._edits:
             self.loaded = None
 
-    def _end_refused(self, sealed: _SealedStep) -> None:
+    def _end_refused(self, sealed: SealedStep) -> None:
         if sealed.is_edit and sealed.problem:
             raise InvalidTensor(
                 f"{sealed.problem}. The step was not taken, and the value stays until it is changed"
@@ -619,7 +600,7 @@ class TrainedModel:
             own = own_words(sealed.edited, is_loaded=self.loaded is not None)
             raise EditRefused(f"{sealed.refused.message}; {own}. {REMEDIES}")
 
-    def _seal(self, groups: Groups, scale: StepScale, before: StateBefore | None) -> _SealedStep:
+    def _seal(self, groups: Groups, scale: StepScale, before: StateBefore | None) -> SealedStep:
         """Push the rest of the step, and seal it on every table."""
         awake = {t: self.hyperparameters(t, groups) for t in self.tables if not t.is_asleep}
         is_round = any(table.is_restricted for table in self.tables)
@@ -660,7 +641,7 @@ class TrainedModel:
                 rows.pass_clock()
         taking_part = [ticket for table, ticket in tickets.items() if table.takes_part]
         self._times.sealed([*taking_part, *(ticket for _, ticket in row_steps)])
-        sealed = _SealedStep(tickets, scaling, skip, problem)
+        sealed = SealedStep(tickets, scaling, skip, problem)
         sealed.marks = None if self.aggregates else self._unhooked_marks()
         return sealed
 
@@ -685,12 +666,12 @@ class TrainedModel:
             buffers.seal()
 
     @torch.no_grad()
-    def _end(self, sealed: _SealedStep) -> dict[TrainedTable, StepResult]:
+    def _end(self, sealed: SealedStep) -> dict[TrainedTable, StepResult]:
         """Wait for the end of a step, and take over its result; returns as `_step`."""
         try:
             with self.group.sharing([*sealed.tickets], sealed):
                 for table in sealed.tickets:
-                    if (pulled := _finished(table, sealed)) is not None:
+                    if (pulled := sealed.finish(table)) is not None:
                         sealed.pulled[table] = pulled
             with uninterrupted():
                 self._take_over(sealed)
@@ -703,12 +684,7 @@ class TrainedModel:
                     self._sealed = None  # it has ended, with an error
                     if sealed.is_taken_over:  # the error is of buffers, or of rows
                         self.awaited.begin(sealed.tickets)
-                if self.own is not None and not sealed.is_taken_over:
-                    self.own.left(sealed.tickets.values(), is_over=self._sealed is None)
-                for table in () if self.aggregates else sealed.tickets:
-                    table.left()
-                for buffers in self.buffers:
-                    buffers.left()
+                self._leave(sealed)
                 if self._sealed is None and not (sealed.is_taken_over or sealed.is_edit):
                     self.outer_steps.failed(sealed.tickets, is_skipped=sealed.is_skipped)
             raise
@@ -729,7 +705,23 @@ class TrainedModel:
         ended = {} if sealed.is_skipped or sealed.is_edit else sealed.tickets
         return {table: ticket.future.result() for table, ticket in ended.items()}
 
-    def _finish_rows(self, sealed: _SealedStep) -> None:
+    def _interrupted(self) -> None:
+        """Ctrl-C came while a step was sealed."""
+        if self._sealed is not None and not self._is_overlapped:
+            self._leave(self._sealed)
+
+    def _leave(self, sealed: SealedStep) -> None:
+        """The script goes on before a step has ended, or after its error: its changes come after
+        that.
+        """
+        if self.own is not None and not sealed.is_taken_over:
+            self.own.left(sealed.tickets.values(), is_over=self._sealed is None)
+        for table in () if self.aggregates else sealed.tickets:
+            table.left()
+        for buffers in self.buffers:
+            buffers.left()
+
+    def _finish_rows(self, sealed: SealedStep) -> None:
         """Wait for the steps of all embedding tables; then raise the first error of one."""
         results = []
         for rows in self.rows:
@@ -757,7 +749,7 @@ class TrainedModel:
             for _ in range(count if part not in pulled else 0):
                 part.pass_clock()
 
-    def _take_over(self, sealed: _SealedStep) -> None:
+    def _take_over(self, sealed: SealedStep) -> None:
         """Write the pulled values into the parameters, or into the gradients for one step of the
         local optimizer.
         """
@@ -780,16 +772,3 @@ class TrainedModel:
     def non_finite_rows(self) -> str:
         """Words for a gradient of rows with an infinity or a NaN; empty without one."""
         return next((words for rows in self.rows if (words := rows.non_finite())), "")
-
-
-def _finished(table: TrainedTable, sealed: _SealedStep) -> Pulled | None:
-    """As `TrainedTable.finish`; notes a refused edit, whose clock ends all the same, and goes on to
-    wait for the pull.
-    """
-    while True:
-        try:
-            return table.finish()
-        except EditRefused as error:  # each ticket raises once
-            sealed.refused = sealed.refused or error
-        except InvalidConfig as error:
-            raise explained(error) from None

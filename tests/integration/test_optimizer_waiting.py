@@ -510,6 +510,38 @@ def test_the_state_of_aggregate_has_the_last_step_though_its_wait_has_expired(
     assert torch.equal(saved, torch.full((1, 4), -0.1))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_script_changes_after_ctrl_c_in_a_seal_comes_after_that_step(
+    client: ps.Client, kind: str
+) -> None:
+    """The worker is alone, so an edit is taken under every optimizer."""
+    left = -1
+
+    def interrupt() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            signal.raise_signal(signal.SIGINT)
+
+    model = Counted(interrupt)
+    name = f"sealed-{kind}"
+    optimizer = ps.DistributedOptimizer(client, model, KINDS[kind](), name=name)
+    model.weight.sum().backward()
+    left = 1
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert optimizer.clock == 1
+    _filled(model, 8.0)
+    with torch.no_grad():
+        model.seen.fill_(7)
+    optimizer.zero_grad()
+    assert model.weight.eq(8.0).all()
+    assert int(model.seen) == 7
+    model.weight.sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), torch.full((3,), 7.9))
+
+
 @pytest.mark.thorough
 def test_a_second_change_while_the_first_is_waited_for_is_not_written_over(
     two: tuple[ps.Client, ps.Client],

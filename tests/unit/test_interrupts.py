@@ -18,14 +18,14 @@ def test_what_has_begun_is_done_and_then_interrupted() -> None:
     done = []
 
     def work() -> None:
-        with uninterrupted():
+        with uninterrupted(lambda: done.append("what is left")):
             signal.raise_signal(signal.SIGINT)
             done.append("work")
         done.append("what comes behind it")
 
     with pytest.raises(KeyboardInterrupt):
         work()
-    assert done == ["work"]
+    assert done == ["work", "what is left"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -67,8 +67,10 @@ def test_what_the_script_ignores_or_leaves_to_the_system_stays_so() -> None:
 
 
 def test_what_fails_has_its_own_error_and_leaves_nothing_behind() -> None:
-    with pytest.raises(ZeroDivisionError), uninterrupted():
+    told: list[str] = []
+    with pytest.raises(ZeroDivisionError), uninterrupted(lambda: told.append("interrupted")):
         raise ZeroDivisionError
+    assert not told
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
