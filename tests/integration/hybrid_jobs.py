@@ -116,6 +116,13 @@ class Trainer:
             loss_of(self.module, step, self.client.rank, self.kind).backward()
             self.optimizer.step()
 
+    def change(self) -> None:
+        """What a script may do between two steps."""
+        for group in self.optimizer.param_groups:
+            group["lr"] /= 2
+        with torch.no_grad():
+            self.model.head.bias.fill_(1.0)
+
     @property
     def values(self) -> Tensors:
         return values_of(self.client, self.model)

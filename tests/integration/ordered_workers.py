@@ -26,7 +26,7 @@ PATIENCE = {
 REMEDY = "start all of them again, together, from the last checkpoint"
 
 Make = Callable[[ps.Client], Any]
-"""Makes what trains: with `train(range of steps)`, `values` and `optimizer`."""
+"""Makes what trains: with `train(range of steps)`, `values`, `optimizer` and perhaps `change`."""
 
 
 def live(
@@ -50,6 +50,9 @@ def live(
                     break
                 elif order == "values":
                     pipe.send(trainer.values)
+                elif order == "change":
+                    trainer.change()
+                    pipe.send("changed")
                 elif order in ("checkpoint", "wait for it"):
                     ticket = client.checkpoint() if order == "checkpoint" else ticket
                     pipe.send(ticket.wait().number)

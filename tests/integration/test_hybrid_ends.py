@@ -112,6 +112,35 @@ def test_a_step_that_is_waited_for_in_vain_or_interrupted_is_taken_by_the_next_c
         assert [name for name in values if not torch.equal(values[name], others[name])] == []
 
 
+@pytest.mark.parametrize("ends_by", ["deadline", "Ctrl-C"])
+def test_what_a_script_changes_while_a_step_is_waited_for_comes_after_that_step(
+    cluster: LaneCluster, ends_by: str
+) -> None:
+    """All change the same after the same step, and the first has not seen its end."""
+    deadline_s = 3.0 if ends_by == "deadline" else 60.0
+    with workers(cluster, f"meanwhile-{ends_by}", deadline_s) as (first, late):
+        begun(first)
+        if ends_by == "Ctrl-C":
+            assert not first.pipe.poll(1.0)
+            first.signal(signal.SIGINT)
+        kind, _ = first.hear()
+        assert kind == ("WaitExpired" if ends_by == "deadline" else "KeyboardInterrupt")
+        first.pipe.send("change")
+        assert first.hear() == "changed"
+        late.pipe.send("step")
+        assert late.hear() == "begins"
+        first.pipe.send("wait on")
+        assert first.hear() == "begins"
+        assert [first.hear(), late.hear()] == [2, 2]
+        late.pipe.send("change")
+        assert late.hear() == "changed"
+        assert stepped([first, late]) == [3, 3]
+        for worker in (first, late):
+            worker.pipe.send("values")
+        values, others = first.hear(), late.hear()
+        assert [name for name in values if not torch.equal(values[name], others[name])] == []
+
+
 @pytest.mark.parametrize("how", ["step", "zero_grad", "state_dict", "load_state_dict"])
 def test_a_step_that_is_interrupted_while_it_is_sealed_is_taken_once(how: str) -> None:
     """By whichever call comes next."""

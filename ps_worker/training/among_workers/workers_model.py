@@ -20,7 +20,6 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from ps_core import limits
 from ps_core.errors import InvalidConfig
 from ps_core.tables.optimizers import DISAGREE, Hyperparameters
 from ps_worker.steps.steps import PushTicket
+from ps_worker.training.among_workers.state_left import StateLeft, version_of
 from ps_worker.training.local_optimizer import local_state
 from ps_worker.training.planned_edits import Edited, digest_of, names_of
 from ps_worker.training.served_state import DIGEST_BYTES, digest_of_arrays
@@ -112,8 +112,7 @@ class WorkersModel:
         with contextlib.nullcontext() if left is None else left.in_place():
             norm = None
             if clip_norm is not None:
-                trained = (each for group in self._inner.param_groups for each in group["params"])
-                norm = float(torch.nn.utils.clip_grad_norm_(trained, clip_norm))
+                norm = float(torch.nn.utils.clip_grad_norm_(self._parameters(), clip_norm))
             self._inner.step()
             self._mark(self._tables)
         return norm
@@ -124,7 +123,7 @@ class WorkersModel:
         on.
         """
         if not is_over:
-            self._left = self._left or StateLeft(self._inner)
+            self._left = self._left or StateLeft(self._inner.param_groups, self._parameters())
             return
         self._left = None
         if any(not each.future.done() or each.future.exception() is None for each in tickets):
@@ -139,6 +138,10 @@ class WorkersModel:
             name = self._words.encode()[:_MOST_NAME_BYTES].decode(errors="ignore")
             found[name] = _number_of(self._history)
         return tuple(sorted(found.items()))
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for group in self._inner.param_groups:
+            yield from group["params"]
 
     def _edited(self) -> Edited:
         found = {}
@@ -155,52 +158,6 @@ class WorkersModel:
     def _add(self, words: str, digest: bytes) -> None:
         self._words = words
         self._history = _digest(self._history + digest)
-
-
-class StateLeft:
-    """A local optimizer's parameters and settings, as they are when a wait for an update is given
-    up.
-    """
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self._inner = inner
-        self._groups = [_settings_in(group) for group in inner.param_groups]
-        parameters = [each for group in inner.param_groups for each in group["params"]]
-        self._versions = list(map(_version_of, parameters))
-        self._values = {each: each.detach().clone() for each in parameters}
-
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Puts them back for the block; afterwards what the script has changed since is there
-        again. Settings that the block changes stay, unless the script has changed them.
-        """
-        versions = map(_version_of, self._values)
-        pairs = zip(self._values, self._versions, versions, strict=True)
-        values = {each: each.detach().clone() for each, old, now in pairs if old != now}
-        groups = list(zip(self._inner.param_groups, self._groups, strict=False))
-        settings = [_differing(group, before) for group, before in groups]
-        for each in values:
-            each.copy_(self._values[each])
-        for (group, before), new in zip(groups, settings, strict=True):
-            group.update((name, before[name]) for name in new)
-        try:
-            yield
-        finally:
-            for each, own in values.items():
-                each.copy_(own)
-            for (group, _), new in zip(groups, settings, strict=True):
-                group.update(new)
-
-
-def _differing(group: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's settings that are others than `before`."""
-    names = [name for name in before if name in group]
-    return {n: group[n] for n in names if not torch.as_tensor(group[n] == before[n]).all()}
-
-
-def _settings_in(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of a group's settings."""
-    return {k: copy.deepcopy(v) for k, v in group.items() if k not in _NO_SETTINGS}
 
 
 def explained(error: InvalidConfig) -> InvalidConfig:
@@ -258,14 +215,7 @@ def _comparable(value: object) -> object:
 
 
 def _versions_of(table: TrainedTable) -> list[int]:
-    return [_version_of(entry.tensor) for entry in table.layout.placed]
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    try:
-        return tensor._version
-    except RuntimeError:  # it was made in inference mode, and has none
-        return -1
+    return [version_of(entry.tensor) for entry in table.layout.placed]
 
 
 def _digest_of_state(inner: torch.optim.Optimizer) -> bytes:

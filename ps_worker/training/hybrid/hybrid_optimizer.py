@@ -24,6 +24,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import zlib
@@ -53,6 +54,7 @@ from ps_worker.training.among_workers.gradient_reduction import (
 )
 from ps_worker.training.among_workers.peers import Peers
 from ps_worker.training.among_workers.process_group import init_process_group
+from ps_worker.training.among_workers.state_left import StateLeft
 from ps_worker.training.among_workers.workers_model import SCHEDULES
 from ps_worker.training.clipping import multiply_gradients
 from ps_worker.training.distributed_optimizer import DistributedOptimizer
@@ -375,7 +377,8 @@ class HybridOptimizer(torch.optim.Optimizer):
                 the step.
             WorkerLost: another worker has ended, and so has this run.
             WaitExpired: a worker or a server is late. The next call, or `zero_grad`, ends the step;
-                likewise after Ctrl-C. A backward pass before that is refused.
+                likewise after Ctrl-C. A backward pass before that is refused; settings and the
+                workers' parameters that the script changes meanwhile come after that step.
             PushpullError: as `DistributedOptimizer.step`. The workers' half has been taken then.
         """
         if self._open is not None:
@@ -411,7 +414,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         control[1 + worker_count + self._client.rank] = float(self._settings_digest())
         if self._elsewhere:
             control[1 + 2 * worker_count + self._client.rank] = scale.contribution_scale
-        with uninterrupted():  # the others count on both halves
+        with uninterrupted(self._leave):  # the others count on both halves
             self._reduction.begin(control, scale.contribution_scale)
             self._open = _OpenStep(scale, problem)
             self._client.engine.steps.begun = {
@@ -431,6 +434,22 @@ class HybridOptimizer(torch.optim.Optimizer):
         opened = self._open
         if opened is None:
             return
+        left = None if opened.is_taken else opened.left
+        try:
+            with contextlib.nullcontext() if left is None else left.in_place():
+                self._end(opened)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """The script goes on before the open step is taken: its changes come after that."""
+        opened = self._open
+        if opened is not None and not opened.is_taken and opened.left is None:
+            parameters = map(own_part, self._parameters())
+            opened.left = StateLeft(self.param_groups, parameters)
+
+    def _end(self, opened: _OpenStep) -> None:
         if not opened.is_decided:
             self._reduction.wait(self._peers)
             with uninterrupted():
@@ -596,6 +615,7 @@ class _OpenStep:
     is_decided: bool = False
     is_taken: bool = False
     refusal: InvalidConfig | None = None
+    left: StateLeft | None = None  # when a call was cut short
 
 
 def _other_scales(scales: Sequence[float]) -> InvalidConfig | None:
