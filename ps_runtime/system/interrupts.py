@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from types import FrameType
 from typing import Any
@@ -19,72 +19,63 @@ from typing import Any
 _signal = import_module("_signal")
 
 _DELAYED = tuple(
-    map(
-        int,
-        (
-            signal.SIGINT,
-            signal.SIGTERM,
-            signal.SIGHUP,
-            signal.SIGALRM,
-            signal.SIGUSR1,
-            signal.SIGUSR2,
-            signal.SIGCHLD,
-        ),
-    )
+    int(getattr(signal, name))
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGCHLD")
 )
 
 _Handler = Callable[[int, FrameType | None], Any]
 
 
-class _Delayed:
-    """The handler of all signals within a block. Where a signal leaves it in force after the block,
-    it does what the script's own does.
-    """
-
-    def __init__(self) -> None:
-        self.is_over = False
-        self.handlers: dict[int, _Handler] = {}
-        self.came: dict[int, FrameType | None] = {}
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.is_over:
-            self.handlers[number](number, frame)
-        else:
-            self.came.setdefault(number, frame)
-
-    def restore(self) -> None:
-        """Put the script's handlers in place again; may raise, for a signal that comes then."""
-        for number, handler in self.handlers.items():
-            _signal.signal(number, handler)
-
-    def hand_on(self) -> None:
-        """Call the script's handlers of the signals that came, each of them even if one raises."""
-        self.is_over = True
-        with contextlib.ExitStack() as calls:
-            for number, frame in reversed(self.came.items()):
-                calls.callback(self.handlers[number], number, frame)
-
-
-@contextlib.contextmanager
-def uninterrupted(interrupted: Callable[[], object] = lambda: None) -> Iterator[None]:
+class uninterrupted:  # noqa: N801 - it is used as a function, thousands of times a second
     """Delays Ctrl-C, and other signals that the script handles, until the block has ended; the
     block must not wait for another process. Only the main thread is ever interrupted.
-    `interrupted` is called before the handlers of what came.
+
+    Args:
+        interrupted: called before the handlers of what came.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    delayed = _Delayed()
-    try:
-        for number in _DELAYED:
-            handler = _signal.getsignal(number)
-            if callable(handler):  # else nothing would be raised
-                delayed.handlers[number] = handler
-                _signal.signal(number, delayed)
-        yield
-    finally:
-        with contextlib.ExitStack() as ends:
-            ends.callback(delayed.hand_on)
-            ends.callback(delayed.restore)
-            if delayed.came:
-                interrupted()
+
+    __slots__ = ("_came", "_handlers", "_interrupted", "_is_over")
+
+    def __init__(self, interrupted: Callable[[], object] | None = None) -> None:
+        self._interrupted = interrupted
+        self._is_over = False
+        self._handlers: dict[int, _Handler] = {}
+        self._came: dict[int, FrameType | None] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        try:
+            for number in _DELAYED:
+                handler = _signal.getsignal(number)
+                if callable(handler):  # else nothing would be raised
+                    self._handlers[number] = handler
+                    _signal.signal(number, self._delay)
+        except BaseException:  # a signal that is not delayed yet
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._came and self._interrupted is not None:
+                self._interrupted()
+        finally:
+            try:
+                for number, handler in self._handlers.items():
+                    _signal.signal(number, handler)  # may raise, for one that comes then
+            finally:
+                self._is_over = True
+                if self._came:
+                    self._hand_on()
+
+    def _delay(self, number: int, frame: FrameType | None) -> None:
+        if self._is_over:  # a signal has left it in force after the block
+            self._handlers[number](number, frame)
+        else:
+            self._came.setdefault(number, frame)
+
+    def _hand_on(self) -> None:
+        """Call the script's handlers of the signals that came, each of them even if one raises."""
+        with contextlib.ExitStack() as calls:
+            for number, frame in reversed(self._came.items()):
+                calls.callback(self._handlers[number], number, frame)

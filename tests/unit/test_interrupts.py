@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -85,3 +86,29 @@ def test_other_threads_are_never_interrupted() -> None:
     thread.start()
     thread.join()
     assert seen == [signal.default_int_handler]
+
+
+def test_a_signal_at_the_beginning_leaves_every_handler_as_it_was() -> None:
+    """Ctrl-C is delayed then, and the other signal not yet: its handler raises."""
+
+    def look(frame: FrameType, event: str, called: Any) -> None:
+        if (
+            event == "c_call"
+            and called.__name__ == "signal"
+            and frame.f_locals["number"] == (signal.SIGUSR1)
+        ):
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGUSR1)
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(number)
+
+    with _handled(signal.SIGUSR1, end):
+        sys.setprofile(look)
+        try:
+            with pytest.raises(SystemExit), uninterrupted():
+                pytest.fail("the block began")
+        finally:
+            sys.setprofile(None)
+        assert signal.getsignal(signal.SIGUSR1) is end
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
