@@ -104,8 +104,7 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
     try:
         _check_not_imported()
         place = job_place(options, os.environ)
-        if place is not None:
-            logs.info("rank_of_job", rank=place.rank, workers=place.world_size, source=place.source)
+        _tell_place(place)
         config = worker_config({"scheduler": scheduler, **options})
         client = Client(config)
     except PushpullError as refusal:
@@ -114,6 +113,11 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
         _earlier[os.getpid(), config.scheduler, config.run] = client.rank
         logs.info("worker_joined", rank=client.rank, workers=client.world_size)
     return client
+
+
+def _tell_place(place: JobPlace | None) -> None:
+    if place is not None:
+        logs.info("rank_of_job", rank=place.rank, workers=place.world_size, source=place.source)
 
 
 def _check_not_imported() -> None:

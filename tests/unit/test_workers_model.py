@@ -196,10 +196,10 @@ def test_a_lost_update_is_told_by_whoever_lost_it() -> None:
     ended.future.set_result(StepResult(1, True, 0))
     refused.future.set_exception(UpdateFailed("no"))
     copies = [Copy(rank) for rank in range(2)]
-    copies[0].model.failed([refused])
+    copies[0].model.left([refused], is_over=True)
     assert changes(copies[0]) == []
     for copy, tickets in zip(copies, ([refused, ended], [open_]), strict=True):
-        copy.model.failed(tickets)
+        copy.model.left(tickets, is_over=True)
     assert changes(copies[1]) == ["an update lost by worker 1"]
     assert copies[0].told != copies[1].told
 
