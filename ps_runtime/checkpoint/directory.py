@@ -321,22 +321,28 @@ class CheckpointDirectory:
             return cast(BinaryIO, self.location.filesystem.open(self._path(file), "rb"))
 
     def remove(self) -> None:
-        """Remove the checkpoint: its manifest first, so that the rest is no checkpoint."""
+        """Remove the checkpoint: its manifest first, so that the rest is no checkpoint. Another
+        process may remove it at the same time.
+        """
         files = sorted(self.location.names(), key=lambda file: file != MANIFEST_FILE)
         with reported(self.url, "removed"):
             for file in files:
-                local = self.local_path(file)
-                if local is None:
-                    self.location.filesystem.rm_file(self._path(file))
-                    continue
-                self._disk.remove(local)
-                if file == MANIFEST_FILE:
-                    self._disk.sync_directory(local.parent)
+                with contextlib.suppress(FileNotFoundError):
+                    self._remove_file(file)
             if self.location.is_local:
                 self._disk.remove_directory(Path(self.location.path))
             elif self.location.filesystem.isdir(self.location.path):
                 # An object store's directory is gone with its files.
                 self.location.filesystem.rmdir(self.location.path)
+
+    def _remove_file(self, file: str) -> None:
+        local = self.local_path(file)
+        if local is None:
+            self.location.filesystem.rm_file(self._path(file))
+            return
+        self._disk.remove(local)
+        if file == MANIFEST_FILE:
+            self._disk.sync_directory(local.parent)
 
     def _write_synced(self, path: Path, content: bytes) -> None:
         descriptor = self._disk.create(path)

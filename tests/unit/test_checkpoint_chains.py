@@ -250,6 +250,22 @@ def test_what_refers_goes_before_what_is_referred_to(store: CheckpointStore) -> 
     assert disk.removed == [THIRD, SECOND, FIRST]
 
 
+class RemovedBeside(Disk):
+    """Another process removes the same checkpoints, each a little earlier."""
+
+    def sync_directory(self, path: Path) -> None:
+        shutil.rmtree(path)
+        super().sync_directory(path)
+
+
+def test_two_that_remove_the_same_checkpoints_at_once_both_succeed(store: CheckpointStore) -> None:
+    """As an operator and a running cluster do."""
+    write_checkpoint(store.directory(4, CLUSTER_ID), 4)
+    beside = CheckpointStore(store.url, RemovedBeside())
+    assert prune(beside, 1) == [FIRST, SECOND, THIRD]
+    assert store.names() == [FOURTH]
+
+
 def test_compacting_makes_a_full_one_of_the_same_content(store: CheckpointStore) -> None:
     before = content(store.named(THIRD))
     with store.open(THIRD) as reader:
