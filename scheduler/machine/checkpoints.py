@@ -177,7 +177,10 @@ class CheckpointAttempts:
         away = self._away(tables)
         if away:  # not for good, as nothing is lost
             return f"{self._named(away, now_s)} had values, and nobody has come back with them yet"
-        return self._changes.cuts_refusal() if tables else "the cluster has no table yet"
+        if tables:
+            return self._changes.cuts_refusal()
+        whose = "run without a name, of which checkpoints are," if self._state.tables else "cluster"
+        return f"the {whose} has no table yet"
 
     def _away(self, tables: Iterable[Table]) -> set[NodeId]:
         """Servers that had values of these tables, and are no members."""

@@ -20,7 +20,7 @@ from ps_core.runs import MAX_NAME_BYTES, Run, check_identity, check_name, words
 from ps_runtime.cluster import wire
 from pushpull.v1 import types_pb2
 from scheduler.machine import view_size
-from scheduler.machine.changes import ChangeRequest
+from scheduler.machine.changes import ChangeRequest, PendingProposal
 from scheduler.machine.cluster import Created
 from scheduler.machine.membership import KEPT_COUNT
 from scheduler.machine.state import NodeLeft
@@ -288,6 +288,14 @@ def test_a_restore_is_refused_while_a_run_is_trained() -> None:
     )
     cluster.leave(worker)
     cluster.cluster.check_runs_are_over()
+
+
+def test_a_checkpoint_of_no_table_says_of_which_run_checkpoints_are() -> None:
+    cluster = Runs(checkpoint_url="/nowhere")
+    cluster.table(cluster.worker("a"))
+    pending = cluster.cluster.begin_checkpoint("asked for", cluster.now_s).reply
+    said = "the run without a name, of which checkpoints are, has no table yet"
+    assert pending == PendingProposal(said)
 
 
 def test_a_checkpoint_asks_and_cuts_the_run_without_a_name_alone() -> None:
