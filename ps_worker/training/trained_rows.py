@@ -29,6 +29,7 @@ from ps_worker.embedding.rows import RowBatch, check_fit, cut_ids, rows_of
 from ps_worker.spec.optimizers import Aggregate, Outer, ServerOptimizer
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.steps import checked_hyperparameters
+from ps_worker.training.among_workers.workers_model import explained
 from ps_worker.training.tables.inspection import is_finite
 from ps_worker.training.tables.step_scale import StepScale
 
@@ -264,7 +265,10 @@ class TrainedRows:
         """Wait for the steps that were sealed, as `Client.wait`. Returns the last one's result, or
         None if it has failed, and that was told.
         """
-        self.pending.wait((InvalidTensor,) if is_skipped else ())
+        try:
+            self.pending.wait((InvalidTensor,) if is_skipped else ())
+        except InvalidConfig as error:
+            raise explained(error, of_rows=True) from None
         ticket, self._ticket = self._ticket, None
         if ticket is None or ticket.future.exception() is not None:
             return None

@@ -496,6 +496,26 @@ def test_a_killed_server_loses_no_step_of_either(lane: str, cache_rows: int) -> 
             assert_same(model, twin)
 
 
+def test_other_hyperparameters_of_rows_are_told_with_what_helps() -> None:
+    def said_to(address: str, rank: int) -> str:
+        try:
+            with ps.connect(address, rank=rank, request_deadline_s=DEADLINE_S) as client:
+                rows = ps.Embedding(client, "rows", DIM, optimizer=ps.SGD(lr=0.1))
+                optimizer = ps.DistributedOptimizer(client, nn.ModuleList([rows]), ps.SGD(lr=0.1))
+                rows.hyperparameters["lr"] = 0.5 * (1 + rank)
+                rows(EVERYTHING).sum().backward()
+                optimizer.step()
+        except ps.InvalidConfig as refused:
+            return str(refused)
+        return ""  # the other one has ended
+
+    with ps.local_cluster(servers=1, workers=2) as cluster, ThreadPoolExecutor(2) as pool:
+        (said,) = filter(None, pool.map(said_to, [cluster.address] * 2, range(2)))
+    assert said.startswith("workers 0 and 1 disagree about clock 1 of table 'rows': lr: 0.5 and 1;")
+    assert "begins with those of the table" in said
+    assert "start all workers again from a checkpoint" in said
+
+
 @pytest.mark.thorough
 def test_a_worker_that_joins_steps_both_with_the_others() -> None:
     environment = {"PUSHPULL_MAX_WORKERS": "3"}

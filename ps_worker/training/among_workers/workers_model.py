@@ -55,6 +55,11 @@ _LATE_SCHEDULES = (
     "group of optimizer.param_groups (TRAINING.md)"
 )
 
+_LATE_ROWS = (
+    "An Embedding of a worker that joins others, or takes another's place, begins with those of "
+    "the table: set its hyperparameters by the number of the step (optimizer.clock)"
+)
+
 _GO_BACK = (
     "The step was not taken, and is not if they agree now: start all workers again from a "
     "checkpoint, or call client.restore at each (CONSISTENCY.md)"
@@ -160,14 +165,16 @@ class WorkersModel:
         self._history = _digest(self._history + digest)
 
 
-def explained(error: InvalidConfig) -> InvalidConfig:
+def explained(error: InvalidConfig, *, of_rows: bool = False) -> InvalidConfig:
     """The error with what its reader may do, if workers have sealed a clock with other
     hyperparameters.
     """
     if DISAGREE not in error.message:
         return error
     words = f"expected the same at every worker, changed before the same step. {_GO_BACK}"
-    if "lr: " in error.message:
+    if of_rows:
+        words += f". {_LATE_ROWS}"
+    elif "lr: " in error.message:
         words += f". {SCHEDULES}. {_LATE_SCHEDULES}"
     return InvalidConfig(f"{error.message}; {words}")
 
