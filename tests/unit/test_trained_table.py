@@ -220,6 +220,19 @@ def test_eager_blocks_have_the_hyperparameters_of_the_first_which_may_not_change
         table.check_final(NUMBERS)
 
 
+def test_gradients_that_were_zeroed_after_eager_blocks_had_left_are_refused() -> None:
+    client = TableClient()
+    (parameter,) = model = [nn.Parameter(torch.ones(64))]
+    (table,) = trained_tables(SGD(lr=1.0), model, client=client, mode="eager", consistency=ASP())
+    for value in (1.0, 2.0):
+        parameter.grad = torch.full((64,), value)
+        table.hooked(0, NUMBERS)
+        table.discard()
+    assert len(client.submitted) == 1
+    with pytest.raises(GradientChangedAfterPush, match=r"zero_grad\(\) only right after"):
+        table.check_final(NUMBERS)
+
+
 def test_a_sealed_step_sends_no_hyperparameters_with_its_blocks() -> None:
     client = TableClient()
     (table,) = trained_tables(SGD(lr=1.0), [nn.Parameter(torch.ones(64))], client=client)

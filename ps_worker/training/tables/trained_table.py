@@ -256,8 +256,10 @@ class TrainedTable:
                     self._push(self._staging.landed(), self._landing_terms)
 
     def discard(self) -> None:
-        """The gradients were zeroed: start the step over."""
-        if self._staging is not None and not self.pending:
+        """The gradients were zeroed: start the step over. Blocks that are applied on arrival cannot
+        leave again: `check_final` refuses other gradients of theirs.
+        """
+        if self._staging is not None and not self.pending and self._eager is None:
             self._staging.discard()
 
     # --- a step of some blocks
