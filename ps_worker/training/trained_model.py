@@ -443,7 +443,7 @@ class TrainedModel:
             self._wait_pending()
         for table in self.tables:
             table.check_parameters()
-        with self.group.marking(self._unhooked_marks):
+        with self.group.marking(self._unhooked_marks, groups):
             scale = self.group.reduced(self.tables, scale)
             self._take_edits()
             with uninterrupted(self._interrupted):

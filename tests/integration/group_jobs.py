@@ -61,6 +61,11 @@ class Trainer:
             self.loss(step).backward()
             self.optimizer.step()
 
+    def change(self) -> None:
+        """As a schedule does between two steps."""
+        for group in self.optimizer.param_groups:
+            group["lr"] /= 2
+
     @property
     def values(self) -> Values:
         return values(self.model)

@@ -86,6 +86,32 @@ def test_a_worker_that_is_alone_in_its_group_hears_of_it_too(cluster: LaneCluste
         check_next_steps(member, first, second)
 
 
+def test_settings_that_change_while_members_reduce_are_of_the_next_step(
+    cluster: LaneCluster,
+) -> None:
+    """The schedules of all but one go on, which has not come to the step yet."""
+    with workers(cluster, "meanwhile", deadline_s=5.0) as (*waiting, late):
+        for worker in waiting:
+            begun(worker)
+        for worker in waiting:
+            assert worker.hear()[0] == "WaitExpired"
+            worker.pipe.send("change")
+            assert worker.hear() == "changed"
+        late.pipe.send("step")
+        assert late.hear() == "begins"
+        for worker in waiting:
+            worker.pipe.send("wait on")
+            assert worker.hear() == "begins"
+        assert [worker.hear() for worker in (*waiting, late)] == [2] * len(GROUPS)
+        late.pipe.send("change")
+        assert late.hear() == "changed"
+        assert stepped([*waiting, late]) == [3] * len(GROUPS)
+        for worker in (*waiting, late):
+            worker.pipe.send("values")
+        values, *others = [worker.hear() for worker in (*waiting, late)]
+        assert [differing(values, each) for each in others] == [[]] * len(others)
+
+
 def test_a_leader_that_is_killed_ends_the_step_of_its_group(cluster: LaneCluster) -> None:
     with workers(cluster, "killed") as (first, victim, member, second):
         for worker in (first, member, second):

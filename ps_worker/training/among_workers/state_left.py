@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
 
 import torch
 
@@ -23,9 +23,9 @@ class StateLeft:
     """
 
     def __init__(
-        self, groups: Sequence[dict[str, Any]], parameters: Iterable[torch.Tensor]
+        self, groups: Iterable[Mapping[str, Any]], parameters: Iterable[torch.Tensor] = ()
     ) -> None:
-        self._groups = [(group, _settings_in(group)) for group in groups]
+        self._groups = [(cast("dict[str, Any]", each), _settings_in(each)) for each in groups]
         self._parameters = [
             (each, version_of(each), each.detach().to("cpu", copy=True)) for each in parameters
         ]

@@ -21,7 +21,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -38,6 +38,7 @@ from ps_worker.spec.training_options import HOST, TrainingOptions
 from ps_worker.training.among_workers.gradient_reduction import GradientReduction, Group
 from ps_worker.training.among_workers.peers import Peers
 from ps_worker.training.among_workers.process_group import init_process_group, subgroups
+from ps_worker.training.among_workers.state_left import StateLeft
 from ps_worker.training.tables.gradient_marks import GradientMarks
 from ps_worker.training.tables.staging import check_dense
 from ps_worker.training.tables.step_scale import StepScale
@@ -67,6 +68,7 @@ class _BegunStep:
     agreed: StepScale | None = None
     unit: float = 1.0
     marks: GradientMarks | None = None
+    left: StateLeft | None = None  # the settings when a call was cut short
 
 
 class WorkerGroup:
@@ -155,15 +157,21 @@ class WorkerGroup:
         return begun.agreed
 
     @contextlib.contextmanager
-    def marking(self, marks: Callable[[], GradientMarks | None]) -> Iterator[None]:
+    def marking(
+        self, marks: Callable[[], GradientMarks | None], groups: Sequence[Mapping[str, Any]]
+    ) -> Iterator[None]:
         """Around all that comes before a step is sealed: if that is cut short, take marks of the
-        gradients, by which `check_gradients` knows others. None: hooks tell of them.
+        gradients, by which `check_gradients` knows others. None: hooks tell of them. A later call
+        seals the step with the settings that `groups` had then.
         """
+        left = None if self._begun is None else self._begun.left
         try:
-            yield
+            with contextlib.nullcontext() if left is None else left.in_place():
+                yield
         except BaseException:
             if self._begun is not None:
                 self._begun.marks = marks()
+                self._begun.left = left or StateLeft(groups)
             raise
 
     def check_gradients(self, marks: Callable[[], GradientMarks]) -> None:
