@@ -114,6 +114,8 @@ class WorkersModel:
         None without `clip_norm`. One that is not finite makes them NaN.
         """
         left, self._left = self._left, None
+        if left is None:
+            self.take_changes()  # of another thread's, since the seal
         with contextlib.nullcontext() if left is None else left.in_place():
             norm = None
             if clip_norm is not None:
