@@ -330,6 +330,9 @@ class DataShards:
     def _take_answer(self) -> None:
         call, self._call = self._call, None
         assert call is not None  # noqa: S101 - there is one
+        if not self._drawn:  # it waits for the shards of others, who may wait for a checkpoint
+            call.add_done_callback(self._save_points.wake)
+            self._save_points.accompany(call.done, self._deadline_s + GRACE_S)
         answer = self._connection.result(call, self._deadline_s + GRACE_S)
         self._reporting = ()
         self._is_over = answer.pass_number > self._pass_number

@@ -9,6 +9,7 @@ import signal
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import Connection
@@ -237,6 +238,24 @@ def test_a_restored_run_goes_on_with_the_shards_that_were_not_done(tmp_path: Pat
     second = Counter([*seen[0], *seen[1]])
     assert second == once(2) - Counter((0, sample) for sample in done)
     assert (told.pass_number, told.reissued_count) == (2, 2)
+
+
+@pytest.mark.thorough
+def test_who_waits_for_the_shards_of_others_is_in_their_checkpoints(tmp_path: Path) -> None:
+    """They wait for the checkpoint, with samples that they have not trained on."""
+    root = str(tmp_path / "checkpoints")
+    with ps.local_cluster(1, 2, checkpoint_url=root) as cluster, ExitStack() as stack:
+        first, second = connected(cluster.address, stack, 2)
+        trainers = [Trainer(first), Trainer(second)]
+        batches, seen = trainers[0].shards.over(trainers[0].loader()), list[int]()
+        seen += trainers[0].step(next(batches))
+        with ThreadPoolExecutor(1) as threads:
+            others = threads.submit(trainers[1].train, 1)
+            until(lambda: status(cluster.address).done_count == SHARDS - 1, "the other waits")
+            first.checkpoint("for the test").wait(DEADLINE_S / 2)
+            trainers[0].step_each(batches, seen)
+            found = [*others.result(), *((0, sample) for sample in seen)]
+    assert Counter(found) == once(1)
 
 
 @pytest.mark.thorough
