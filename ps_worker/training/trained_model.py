@@ -296,7 +296,7 @@ class TrainedModel:
         """
         self._is_hooked = True
         self._client.engine.steps.has_gradient = True
-        self._join.gradient_came(self._edited)
+        self._join.gradient_came(self.edited)
         if self._common.is_interrupted and self.options.applies_on_arrival:
             raise InvalidConfig(
                 "a backward pass in eager mode, whose blocks are applied on arrival, before a "
@@ -497,7 +497,7 @@ class TrainedModel:
             loaded = LoadedState(arrays)
             if self._join.is_new(self.clock) and not self._join.joins_nobody():
                 raise EditRefused(f"optimizer state was loaded into {self._join.words}")
-            if (why := self._why_no_edit()) and self._given == (self.clock, loaded.digest):
+            if (why := self.why_no_edit()) and self._given == (self.clock, loaded.digest):
                 loaded = None
             elif why:
                 raise EditRefused(load_refused(self.options.name, why))
@@ -508,7 +508,7 @@ class TrainedModel:
         """Note the state that the script has been given. To load it again before the next step, as
         Accelerate does, is no change, though steps of others may have changed it since.
         """
-        if self._why_no_edit():
+        if self.why_no_edit():
             parameters = enumerate(each for group in groups for each in group["params"])
             state = {place: entries[p] for place, p in parameters if p in entries}
             arrays = arrays_of(state, self.tables, groups, may_be_infinite=True)
@@ -523,29 +523,29 @@ class TrainedModel:
         # Aggregate: they are the workers' own; else an edit is part of what is pushed.
         if self.inner is not None and (self.outer is None or self.inner_steps.have_moved):
             if self.adds and self._join.is_new(self.clock):
-                self._join.check(self._edited())
+                self._join.check(self.edited())
             return
         # The script may have changed more since a wait for a planned edit expired.
         is_as_planned = self._edits and not self._edits.problem
-        if not (is_as_planned and digest_of(self._edited()) == self._edits.edit_digest):
+        if not (is_as_planned and digest_of(self.edited()) == self._edits.edit_digest):
             self._plan_edits()
         while self._edits:
             with uninterrupted(self._interrupted):
                 self._sealed = self._seal_edit()
             self._end(self._sealed)
 
-    def _edited(self) -> Edited:
+    def edited(self) -> Edited:
         return self._edits.found(self.tables, self.clock)
 
     def _plan_edits(self) -> None:
         self._edits.forget()
-        edited = self._edited()
+        edited = self.edited()
         is_new = self._join.is_new(self.clock)
         if is_new:
             self._join.check(edited)
         if not edited and self.loaded is None:
             return
-        if why := self._why_no_edit():
+        if why := self.why_no_edit():
             refused = edit_refused(edited, self.options.name, why) if edited else ""
             raise EditRefused(refused or load_refused(self.options.name, why))
         problem = problem_of(edited, may_be_infinite=self.options.allow_non_finite)
@@ -553,7 +553,7 @@ class TrainedModel:
         pull_unrounded(table.unrounded for table in edited)
         self._edits.plan(edited, self.loaded, problem, passed_count)
 
-    def _why_no_edit(self) -> str:
+    def why_no_edit(self) -> str:
         """The reason why the next step cannot be an edit, as far as this worker knows, or empty."""
         if self.options.applies_on_arrival:
             return "with mode='eager', whose blocks were applied as they left"

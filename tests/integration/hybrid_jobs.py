@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import ps_worker as ps
+from ps_core.errors import EditRefused
 from ps_worker.training.among_workers import gradient_reduction
 from pushpull.jagged import EmbeddingBagConfig, KeyedJaggedTensor
 
@@ -330,6 +331,38 @@ def serve_some(client: ps.Client) -> tuple[Tensors, list[str]]:
     after = values_of(client, model)
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     return after, [*rates, *sorted(changed)]
+
+
+def edit_alone(client: ps.Client) -> tuple[Tensors, str, int]:
+    """Worker 1 changes a parameter that the servers train under ASP, and then undoes that."""
+    model = rated(client, "edited/users", consistency="asp")
+    head = {*model.head.parameters()}
+    optimizer = ps.HybridOptimizer(
+        client,
+        model,
+        local_optimizer([p for p in model.parameters() if p not in head]),
+        name="edited",
+        served=model.head.parameters(),
+        server_optimizer=ps.SGD(lr=0.1),
+        consistency="asp",
+    )
+    said, bias = "", model.head.bias.data
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step, client.rank).backward()
+        if (step, client.rank) == (1, 1):
+            before, middle = bias.clone(), model.middle.weight.detach().clone()
+            bias.mul_(2.0)
+            try:
+                optimizer.step()
+            except EditRefused as refused:
+                said = str(refused)
+            assert torch.equal(middle, model.middle.weight), "a part of the step was taken"
+            bias.copy_(before)
+        optimizer.step()
+    client.barrier()
+    optimizer.servers.synchronize()
+    return values_of(client, model), said, optimizer.clock
 
 
 def beyond_codec(client: ps.Client) -> tuple[list[Tensors], str, Tensors]:

@@ -194,6 +194,13 @@ def test_parameters_may_go_through_the_servers(workers: Workers) -> None:
     )
 
 
+def test_an_edit_that_is_refused_at_one_worker_leaves_all_at_one_step(workers: Workers) -> None:
+    runs = workers.run(jobs.edit_alone)
+    assert_alike([values for values, _, _ in runs])
+    assert [clock for _, _, clock in runs] == [3, 3, 3]
+    assert "'head.bias' of 'edited' was changed since the last step, under asp" in runs[1][1]
+
+
 def test_what_is_wrong_is_refused(workers: Workers) -> None:
     for said in workers.run(jobs.refuse):
         nothing, both, alone, seldom, buffers, wrong, differing, frozen, bounded = said

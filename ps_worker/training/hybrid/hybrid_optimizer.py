@@ -37,7 +37,7 @@ from typing import Any, NoReturn, Unpack
 import torch
 from torch import distributed, nn
 
-from ps_core.errors import InvalidCheckpoint, InvalidConfig, WaitExpired, listed
+from ps_core.errors import EditRefused, InvalidCheckpoint, InvalidConfig, WaitExpired, listed
 from ps_runtime.system.interrupts import uninterrupted
 from ps_worker.client.client import Client
 from ps_worker.spec.flat_layout import KnownParameters, plain_name
@@ -63,6 +63,7 @@ from ps_worker.training.hybrid.imported_half import take_imported
 from ps_worker.training.hybrid.workers_half import WorkersHalf, write_into
 from ps_worker.training.local_optimizer import check_shared, local_state
 from ps_worker.training.module_buffers import persistent_buffers
+from ps_worker.training.planned_edits import edit_refused
 from ps_worker.training.tables.inspection import is_finite
 from ps_worker.training.tables.staging import check_dense
 from ps_worker.training.tables.step_scale import StepScale, amp_scale_of, forgets_scale
@@ -375,6 +376,8 @@ class HybridOptimizer(torch.optim.Optimizer):
                 so that the others wait for the next call; or the workers have other learning
                 rates, for instance, or other loss scales with torch's wrappers: all have skipped
                 the step.
+            EditRefused: what is served was changed since the last step, and not under BSP: nothing
+                of the step was taken, so that the others wait for the next call.
             WorkerLost: another worker has ended, and so has this run.
             WaitExpired: a worker or a server is late. The next call, or `zero_grad`, ends the step;
                 likewise after Ctrl-C. A backward pass before that is refused; settings and the
@@ -403,6 +406,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         problem = "" if scale.skip or self._may_be_infinite else scale.told(self._problem())
         served = self.servers.trained_model
         self._check_dense()  # like all that follows, before the others count on the step
+        self._check_edits()
         for rows in served.rows:
             rows.check_step(is_skipped=scale.skip or bool(problem))
         for table in served.tables:
@@ -548,6 +552,14 @@ class HybridOptimizer(torch.optim.Optimizer):
         for name, parameter in self._module.named_parameters():
             if parameter in self._reduced and parameter.grad is not None:
                 check_dense(plain_name(name), parameter, parameter.grad)
+
+    def _check_edits(self) -> None:
+        """Raises EditRefused for what the script has changed of the servers' half, where no step is
+        all workers' (S16): the others would take the step, and this worker stay behind.
+        """
+        served = self.servers.trained_model
+        if (why := served.why_no_edit()) and (edited := served.edited()):
+            raise EditRefused(edit_refused(edited, served.options.name, why))
 
     def _not_finite(self, parameters: AbstractSet[torch.Tensor]) -> str:
         """The first of these whose gradient is not finite, in words; empty if all are."""
