@@ -615,8 +615,11 @@ class Twin:
         return state.values
 
     def state(self, table: Table, block: int, found: Sequence[Grad], read: Reading) -> BlockState:
-        """The block was read: all that it is."""
-        self.check(table, block, found, read)
+        """The block was read: all that it is. Sums are no part of it."""
+        if may_be_read_last(table):
+            self.check(table, block, found, read)
+        else:
+            self._values(table, block, list(found), read.updates)
         saved = deepcopy(self._states[table.table_id, block])
         saved.laid = {}
         return saved

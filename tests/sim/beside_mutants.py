@@ -29,4 +29,23 @@ BESIDE_MUTANTS = (
         "                into.changes[:] = [Put(record, None if is_kept else accumulator)]\n",
         ("batches",),
     ),
+    Mutant(
+        "sums of a restored table are counted from its restore",
+        "S12",
+        "ps_server/ranges/read_gate.py",
+        "            event.clock if is_sum and event.incarnation is not None else state.clock,\n",
+        "            event.clock - state.first_clock\n"
+        "            if is_sum and event.incarnation is not None else state.clock,\n",
+        ("restores-sums",),
+    ),
+    Mutant(
+        "who was promoted is taken for who served once another is promoted in its place",
+        "S13",
+        "scheduler/machine/configurations.py",
+        "            if source.promoted_epoch is None:\n                promoted_epoch",
+        "            if source.promoted_epoch is not None:\n"
+        "                source = LogSource(old.primary, source.promoted_epoch)\n"
+        "            if source.promoted_epoch is None:\n                promoted_epoch",
+        ("mixed-logs",),
+    ),
 )

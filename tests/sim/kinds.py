@@ -39,6 +39,16 @@ from tests.sim.test_loads import LoadSimulation
 from tests.sim.test_logs import LogSimulation
 from tests.sim.test_logs_beside import LogRestartSimulation, LogRestoreSimulation
 from tests.sim.test_loops import LoopSimulation
+from tests.sim.test_mixed import (
+    MixedDepartureSimulation,
+    MixedEmptiedSimulation,
+    MixedLogSimulation,
+    MixedReplacementSimulation,
+    MixedRestartSimulation,
+    MixedRestoreSimulation,
+    MixedRunSimulation,
+    MixedTableSimulation,
+)
 from tests.sim.test_newcomers import NewcomerSimulation
 from tests.sim.test_passed_clocks import PassedClockSimulation
 from tests.sim.test_replacements import ReplacementSimulation
@@ -72,7 +82,9 @@ from tests.sim.test_simulation import Simulation
 from tests.sim.test_sleepers import (
     SleepingNewcomerSimulation,
     SleepingReplacementSimulation,
+    SleepingRestoreSimulation,
 )
+from tests.sim.test_sums_restored import SumLogSimulation, SumRestoreSimulation
 from tests.sim.test_two_lost import TwoLostSimulation
 
 KINDS: dict[str, type[Simulation]] = {
@@ -122,6 +134,7 @@ KINDS: dict[str, type[Simulation]] = {
     "together": TogetherSimulation,
     "sleepers": SleepingNewcomerSimulation,
     "sleepers-replaced": SleepingReplacementSimulation,
+    "sleepers-restores": SleepingRestoreSimulation,
     "in-turn": InTurnNewcomerSimulation,
     "in-turn-replaced": InTurnReplacementSimulation,
     "in-turn-starts": InTurnRestartSimulation,
@@ -135,6 +148,16 @@ KINDS: dict[str, type[Simulation]] = {
     "batches-replacements": BatchReplacementSimulation,
     "shards": ShardSimulation,
     "shards-restores": ShardRestoreSimulation,
+    "logs-sums": SumLogSimulation,
+    "restores-sums": SumRestoreSimulation,
+    "mixed-replacements": MixedReplacementSimulation,
+    "mixed-starts": MixedRestartSimulation,
+    "mixed-restores": MixedRestoreSimulation,
+    "mixed-runs": MixedRunSimulation,
+    "mixed-logs": MixedLogSimulation,
+    "mixed-departures": MixedDepartureSimulation,
+    "mixed-emptied": MixedEmptiedSimulation,
+    "mixed-tables": MixedTableSimulation,
 }
 
 SHARES = {
@@ -184,6 +207,7 @@ SHARES = {
     "together": 5,
     "sleepers": 5,
     "sleepers-replaced": 5,
+    "sleepers-restores": 10,
     "in-turn": 3,
     "in-turn-replaced": 3,
     "in-turn-starts": 5,
@@ -197,5 +221,15 @@ SHARES = {
     "batches-replacements": 10,
     "shards": 4,
     "shards-restores": 10,
+    "logs-sums": 10,
+    "restores-sums": 10,
+    "mixed-replacements": 5,
+    "mixed-starts": 5,
+    "mixed-restores": 5,
+    "mixed-runs": 5,
+    "mixed-logs": 5,
+    "mixed-departures": 5,
+    "mixed-emptied": 10,
+    "mixed-tables": 10,
 }
 """Every how many-th seed of `make sim` is run: what servers do is what takes most finding."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
@@ -73,6 +73,10 @@ class MortalServer(ReplicatedServer):
     def entry(self, event: EntryEvent) -> None:
         """An entry arrived."""
         self._event(lambda: super(MortalServer, self).entry(event))
+
+    def entries(self, events: Iterable[EntryEvent]) -> None:
+        """Those of one message."""
+        self._event(lambda: super(MortalServer, self).entries(events))
 
     def read(
         self,

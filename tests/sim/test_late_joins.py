@@ -115,8 +115,7 @@ class LateJoinRestartSimulation(LateJoinSimulation, RestartSimulation):  # type:
                 self.world.after(draw.expovariate(1 / self._every_s), self._make)
             return
         session = draw.choice(self.sessions[-WORKERS:])
-        living = {w.incarnation for w in self.workers if not w.is_down}
-        if self.is_there and session.incarnation in living:
+        if self.is_there and session.incarnation in self.members:
             self._publish(self.scheduler.create_table(session, spec, now_s).transitions)
         if not self._is_over():
             self.world.after(LOOK_S, lambda: self._make(spec))

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import pytest
 
-from ps_core.keys import NodeId, TableId
+from ps_core.keys import Incarnation, NodeId, TableId
 from ps_core.tables.table import Table
 from ps_server.ranges.events import AnswerPull, EntryEvent, PullEvent, RefusePull
 from scheduler.machine.cluster import Created
@@ -102,9 +102,8 @@ class LateTableSimulation(FailoverSimulation):
         ranges = self.scheduler.view.ranges
         before = {r.range_id for r in ranges if r.primary is not None}
         session = draw.choice(self.sessions[-WORKERS:])
-        living = {w.incarnation for w in self.workers if not w.is_down}
         made = None
-        if session.incarnation in living:
+        if session.incarnation in self.members:
             decision = self.scheduler.create_table(session, spec, self.world.now_s)
             made = decision.reply
             self._publish(decision.transitions)
@@ -115,6 +114,13 @@ class LateTableSimulation(FailoverSimulation):
             self._open(made.table)
         if len(self.late) < self._late_count and not self._is_over():
             self.world.after(draw.expovariate(1 / self._every_s), self._make)
+
+    @property
+    def members(self) -> set[Incarnation]:
+        """Workers that are up, and whose place no other has."""
+        nodes = self.scheduler.view.nodes
+        known = {node.incarnation for node in nodes if node.state.is_member}
+        return known & {Incarnation(w.incarnation) for w in self.workers if not w.is_down}
 
     def _open(self, table: Table) -> None:
         self.layout.settings.add(table)

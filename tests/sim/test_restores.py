@@ -34,6 +34,7 @@ from ps_server.service.node import Sessions
 from scheduler.machine.cluster import Cluster, Decision
 from scheduler.machine.state import ClusterSettings, Registration, Transition
 from tests.sim.actors import SimWorker
+from tests.sim.arithmetic import may_be_read_last
 from tests.sim.calamities import Calamities, Plan
 from tests.sim.checkpointing import Checkpointer
 from tests.sim.replicated import Place, ReplicatedServer
@@ -570,7 +571,10 @@ class RestoredSimulation(RestoreSimulation):
         self._restore_truth()
         for worker in self.workers:
             worker.start(self.program(worker))
-        self.evaluator.start()
+        tables = [table for table in self.layout.tables if may_be_read_last(table)]
+        if tables:
+            self.evaluator.layout = replace(self.layout, tables=tables)
+            self.evaluator.start()
 
     # --- what there is
 
@@ -619,6 +623,8 @@ class RestoredSimulation(RestoreSimulation):
                 is_of_gradients = optimizer.kind is not OptimizerKind.ADD
                 has_delay = is_of_gradients and not optimizer.inner_steps and spec.rows is None
                 may_have = has_delay or setting.policy is not StalePolicy.COMPENSATE
+                if optimizer.kind is OptimizerKind.AGGREGATE or self.groups.leaders:
+                    may_have = False  # these need BSP
                 if may_have and not (optimizer.fragment_count and setting.backup_workers):
                     spec = replace(spec, consistency=setting).validated()
                     self.world.counts["restored with another consistency"] += 1

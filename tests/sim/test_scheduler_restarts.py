@@ -15,17 +15,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 
 from ps_core.cluster_view import HAND_OVER_FEATURE, ClusterView, Role, Session
-from ps_core.consistency import parsed
 from ps_core.errors import Recovering
 from ps_core.keys import TableId
-from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
-from ps_core.tables.table_spec import TableSpec
 from scheduler.journal import records
 from scheduler.journal.decision_buffer import DecisionBuffer, DurableBatch
 from scheduler.machine.checkpoint_state import CheckpointMade
@@ -38,10 +35,10 @@ from scheduler.machine.state import (
     Transition,
 )
 from tests.sim.actors import SimWorker
-from tests.sim.calamities import Plan
 from tests.sim.replicated import LEASE_S
 from tests.sim.scheduled import LOOK_S
 from tests.sim.server import SimServer
+from tests.sim.summing import Summing
 from tests.sim.test_replacements import ReplacementSimulation
 from tests.sim.test_scheduler_away import AwaySimulation
 from tests.sim.test_simulation import QUICK_SEEDS, run_seeds
@@ -53,8 +50,6 @@ FATAL = (0.0, 0.02, 0.1)
 WRITES_S = (0.0, 0.001, 0.05, 1.0)
 """How long a write may take."""
 MOST_STARTS = 12
-_SUMS = 0.7
-"""Of the seeds without groups: a table is of sums."""
 FOUND = (134, 2181)
 """Seeds that were red."""
 FEW_SEEDS = 4
@@ -415,37 +410,14 @@ class LongRestartSimulation(RestartSimulation):
             self.world.counts["trained on after a start"] += 1
 
 
-class SumRestartSimulation(RestartSimulation):
+class SumRestartSimulation(Summing, RestartSimulation):
     """One seed in which tables are of sums, or workers in groups: so none of them dies."""
 
-    may_sum = True
-    may_group = True
     often: ClassVar[frozenset[str]] = frozenset({
         "scheduler started again", "with a table of sums", "steps of groups", "failovers",
         "checkpoints", "checkpoints with a table of sums", "equal replicas",
     })  # fmt: skip
     medians: ClassVar[dict[str, int]] = {"messages": 1_500, "scheduler started again": 1}
-
-    @cached_property
-    def plan(self) -> Plan:
-        """What happens."""
-        return replace(super().plan, worker_deaths=0)
-
-    def specs(self, seed: int) -> list[TableSpec]:
-        """The tables: where nobody is in a group the first one is of sums, more often than not."""
-        first, *others = super().specs(seed)
-        if not self.groups.leaders and self.fates.random() < _SUMS and first.rows is None:
-            sums = OptimizerSpec(OptimizerKind.AGGREGATE)
-            first = replace(first, optimizer=sums, consistency=parsed("bsp")).validated()
-        is_of_sums = first.optimizer.kind is OptimizerKind.AGGREGATE
-        self.world.counts["with a table of sums"] += is_of_sums
-        return [first, *others]
-
-    def _happened(self, transition: Transition) -> None:
-        super()._happened(transition)
-        if isinstance(transition, CheckpointMade):
-            counts = self.world.counts
-            counts["checkpoints with a table of sums"] += counts["with a table of sums"]
 
 
 @pytest.mark.timeout(300)

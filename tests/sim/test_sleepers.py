@@ -17,6 +17,12 @@ from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
 from tests.sim.test_newcomers import NewcomerSimulation
 from tests.sim.test_replacements import ReplacementSimulation
+from tests.sim.test_restores import Restoration, RestoredSimulation
+from tests.sim.test_restores_kept import (
+    FEW_SEEDS,
+    KeptRestoreSimulation,
+    _KeptRestoredSimulation,
+)
 from tests.sim.test_simulation import QUICK_SEEDS, Simulation, _spec, run_seeds
 from tests.sim.truth import Settings
 
@@ -74,6 +80,34 @@ class SleepingReplacementSimulation(Sleeping, ReplacementSimulation):
         "failovers after a join",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({"replaced again", "steps that are passed"})
+
+
+class SleepingRestoreSimulation(Sleeping, KeptRestoreSimulation):
+    """One seed in which the scheduler dies, and the cluster is restored: its first timeline."""
+
+    often: ClassVar[frozenset[str]] = frozenset({
+        "gone", "replacements", "joined", "joined what sleeps", "scheduler started again",
+        "restored in place", "restored elsewhere", "ranges loaded",
+    })  # fmt: skip
+    seldom: ClassVar[frozenset[str]] = frozenset()
+
+    def restored(self, began: Restoration) -> RestoredSimulation:
+        """The timeline that follows."""
+        return _SleepingRestoredSimulation(began)
+
+
+class _SleepingRestoredSimulation(SleepingRestoreSimulation, _KeptRestoredSimulation):
+    """A timeline that began with a checkpoint: the table sleeps on."""
+
+    def specs(self, seed: int) -> list[TableSpec]:
+        """The tables of the checkpoint."""
+        return [_without_backups(spec) for spec in _KeptRestoredSimulation.specs(self, seed)]
+
+
+@pytest.mark.timeout(300)
+def test_what_sleeps_is_in_checkpoints(sim_seeds: tuple[int, ...]) -> None:
+    """S10: who comes to what is restored joins it there, too."""
+    run_seeds(SleepingRestoreSimulation, sim_seeds[:FEW_SEEDS])
 
 
 def test_who_comes_trains_beside_what_sleeps(sim_seeds: tuple[int, ...]) -> None:

@@ -18,14 +18,15 @@ from tests.sim.test_simulation import QUICK_SEEDS, run_seeds
 pytestmark = pytest.mark.slow
 
 AGAIN_S = 0.1
+PAIRS = ("two killed", "heir out of sight")
 
 
 class Pairs(Calamities):
     """The calamities, and servers that die in pairs."""
 
-    def __init__(self, stage: TwoLostSimulation, plan: Plan) -> None:
+    def __init__(self, stage: FailoverSimulation, plan: Plan) -> None:
         super().__init__(stage, plan)
-        self._simulation = stage
+        self._beside = stage
         self._strikes["two killed"] = self._kill_two
         self._strikes["heir out of sight"] = self._hide_heir
 
@@ -34,11 +35,11 @@ class Pairs(Calamities):
         victim = self._victim(for_good=True)
         if victim is None or not victim.replication.primaries:
             return False
-        draw, view = self._world.draw, self._simulation.scheduler.view
+        draw, view = self._world.draw, self._beside.scheduler.view
         mine = [r for r in view.ranges if r.primary == victim.node_id and len(r.backups) > 1]
         if not mine:
             return False
-        second = self._simulation.servers[draw.choice(draw.choice(mine).backups)]
+        second = self._beside.servers[draw.choice(draw.choice(mine).backups)]
         self._lose(victim)
         until_s = self._world.now_s + LEASE_S
         self._world.after(draw.random() * LEASE_S, lambda: self._lose_too(second, until_s))
@@ -49,7 +50,7 @@ class Pairs(Calamities):
         much longer than a lease, a backup of it, which hears the scheduler: so that one is promoted
         and deposed while it waits for the primary's lease to run out.
         """
-        victim, draw, stage = self._victim(), self._world.draw, self._simulation
+        victim, draw, stage = self._victim(), self._world.draw, self._beside
         mine = [r for r in stage.scheduler.view.ranges if victim and r.primary == victim.node_id]
         candidates = [n for r in mine for n in r.backups if not stage.servers[n].is_dead]
         if victim is None or not candidates:
@@ -104,7 +105,7 @@ class TwoLostSimulation(FailoverSimulation):
         """What happens: a pair first."""
         plan = super().plan
         count = self.world.draw.choice((4, 4, 5))
-        kinds = (*self.world.draw.sample(("two killed", "heir out of sight"), 2), *plan.kinds)
+        kinds = (*self.world.draw.sample(PAIRS, 2), *plan.kinds)
         return replace(
             plan,
             server_count=count,
