@@ -96,6 +96,7 @@ class MixedRunSimulation(Mixed, RunSimulation):
         "steps sealed together",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset()
+    medians: ClassVar[dict[str, int]] = {"messages": 2_000, "runs begun": 1}
 
 
 class MixedLogSimulation(Mixed, LogRestartSimulation):  # type: ignore[misc]
