@@ -42,6 +42,7 @@ from tests.sim.test_loops import LoopSimulation
 from tests.sim.test_mixed import (
     MixedDepartureSimulation,
     MixedEmptiedSimulation,
+    MixedInTurnSimulation,
     MixedLogSimulation,
     MixedReplacementSimulation,
     MixedRestartSimulation,
@@ -158,6 +159,7 @@ KINDS: dict[str, type[Simulation]] = {
     "mixed-departures": MixedDepartureSimulation,
     "mixed-emptied": MixedEmptiedSimulation,
     "mixed-tables": MixedTableSimulation,
+    "mixed-in-turn": MixedInTurnSimulation,
 }
 
 SHARES = {
@@ -231,5 +233,6 @@ SHARES = {
     "mixed-departures": 5,
     "mixed-emptied": 10,
     "mixed-tables": 10,
+    "mixed-in-turn": 10,
 }
 """Every how many-th seed of `make sim` is run: what servers do is what takes most finding."""

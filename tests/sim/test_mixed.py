@@ -16,6 +16,7 @@ from tests.sim.departing import Departures
 from tests.sim.mixing import Mixed
 from tests.sim.test_departures import DepartureReplacementSimulation
 from tests.sim.test_growth import GrowthHandOverSimulation
+from tests.sim.test_in_turn import InTurnRestartSimulation
 from tests.sim.test_late_joins import LateJoinSimulation
 from tests.sim.test_logs_beside import LogRestartSimulation
 from tests.sim.test_restores import (
@@ -143,6 +144,16 @@ class MixedTableSimulation(Mixed, LateJoinSimulation):
     has_few_ranges = False  # others are placed late
 
 
+class MixedInTurnSimulation(Mixed, InTurnRestartSimulation):
+    """One seed in which tables are stepped in turn, and workers and schedulers die."""
+
+    often: ClassVar[frozenset[str]] = frozenset({
+        "mixed in: batches", "mixed in: loops", *_IN_PAIRS, "places found", "places followed",
+        "scheduler started again", "joined", "gone",
+    })  # fmt: skip
+    may_mix = _ALONE - {"together"} | {"pairs"}
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "kind",
@@ -155,6 +166,7 @@ class MixedTableSimulation(Mixed, LateJoinSimulation):
         MixedDepartureSimulation,
         MixedEmptiedSimulation,
         MixedTableSimulation,
+        MixedInTurnSimulation,
     ],
 )
 def test_training_goes_on_whatever_meets(sim_seeds: tuple[int, ...], kind: type[Mixed]) -> None:
