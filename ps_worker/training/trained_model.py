@@ -162,7 +162,7 @@ class TrainedModel:
         awake = [(table.handle, not table.is_asleep) for table in self.tables]
         settings = self._settings.ahead(1, awake)  # which others may have changed
         may_differ = any(s.mode is Mode.ASP or s.backup_workers for s in settings)
-        may_pass = may_differ and self.inner is None
+        may_pass = may_differ and (self.inner is None or self.adds)
         passing = [handle for handle, is_awake in self.awake_handles() if is_awake and may_pass]
         return ModelClocks(self.options.name, tables, may_differ, self._round_count, passing)
 

@@ -151,16 +151,21 @@ def test_a_group_that_others_have_made_is_joined_with_their_setting() -> None:
     assert found == [ps.SSP(2)] * 2
 
 
-@pytest.mark.parametrize("grown_at", [(1, 4), (4, 1)])
+_ADD = ps.Add(partial(torch.optim.SGD, lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("grown_at", "made"), [((1, 4), ps.SGD(lr=0.1)), ((4, 1), ps.SGD(lr=0.1)), ((4, 1), _ADD)]
+)
 def test_a_group_that_comes_at_other_clocks_is_as_far_from_the_others_everywhere(
-    grown_at: tuple[int, int],
+    grown_at: tuple[int, int], made: ps.SGD | ps.Add
 ) -> None:
     """Else workers wait for each other crosswise, once they train under BSP, and a reader waits."""
 
     def run(client: ps.Client) -> list[int]:
         model = seeded(Branched)
         optimizer = ps.DistributedOptimizer(
-            client, model.first.parameters(), ps.SGD(lr=0.1), module=model, consistency="asp"
+            client, model.first.parameters(), made, module=model, consistency="asp"
         )
         while optimizer.clock < 12:
             if optimizer.clock == grown_at[client.rank] and len(optimizer.param_groups) == 1:

@@ -44,7 +44,8 @@ class ModelClocks:
     Attributes:
         may_differ: workers may be at other clocks when they have taken as many steps.
         round_count: the clocks of rounds, which are no steps of the script.
-        passing: the tables that may pass clocks, so none where a step is of values of its clock.
+        passing: the tables that may pass clocks, so none where the workers' copies need each update
+            (`Aggregate`), or inner steps are counted by clocks (`Outer`).
     """
 
     name: str
