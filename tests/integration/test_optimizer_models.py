@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import ps_worker as ps
 from tests.integration.resumed_training import DEADLINE_S, together
@@ -182,6 +183,34 @@ def test_a_group_that_comes_at_other_clocks_is_as_far_from_the_others_everywhere
         assert together(cluster.address, 2, run) == [[12, 12 - grown_at[0]]] * 2
         with ps.connect(cluster.address, role="reader", request_deadline_s=5.0) as reader:
             assert ps.pull_model(reader, seeded(Branched)) == 12
+
+
+class _CutShort(TorchFunctionMode):
+    """Ends what reads a tensor's values, as a signal may."""
+
+    def __torch_function__(self, function: Any, _: Any, given: Any = (), named: Any = None) -> Any:
+        if function is torch.Tensor.copy_:
+            raise TimeoutError
+        return function(*given, **(named or {}))
+
+
+def test_a_group_whose_making_was_cut_short_comes_with_the_name_that_others_have(
+    cluster: ps.LocalCluster,
+) -> None:
+    """Under ASP rank 0 may train on before it tries again, and the others have opened its table."""
+    with ps.connect(cluster.address, run="cut-short", world_size=1) as client:
+        model = seeded(Branched)
+        optimizer = ps.DistributedOptimizer(
+            client, model.first.parameters(), ps.SGD(lr=0.1), consistency="asp"
+        )
+        train(model, optimizer, *batches(2))
+        with pytest.raises(TimeoutError), _CutShort():
+            optimizer.add_param_group({"params": model.last.parameters()})
+        train(model, optimizer, *batches(1))
+        optimizer.add_param_group({"params": model.last.parameters()})
+        assert optimizer.trained_model.tables[-1].name == "model/1@2/float32"
+        train(model, optimizer, *batches(1))
+        assert [table.handle.clock for table in optimizer.trained_model.tables] == [4, 2]
 
 
 def test_a_reader_has_a_group_that_came_later_under_ssp(

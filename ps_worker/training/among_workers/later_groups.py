@@ -89,8 +89,9 @@ def _birth(client: Client, clocks: ModelClocks, group: int) -> int:
 
     if not clocks.may_differ:
         return _reached(clocks.tables)
-    if client.rank == 0:
-        return clocks.step_count
+    if client.rank == 0:  # an earlier call that was interrupted may have made a table
+        found = known(client.engine.view)
+        return clocks.step_count if found is None else found
     view = client.tables.await_view(
         lambda view: known(view) is not None or 0 not in view.awaited_ranks,
         f"worker 0 to add parameter group {group} of '{clocks.name}'",
