@@ -303,6 +303,38 @@ def scaled_apart(client: ps.Client) -> tuple[list[Tensors], list[str]]:
     return found, said
 
 
+def unscaled_apart(client: ps.Client) -> tuple[list[Tensors], list[str]]:
+    """As `scaled_apart`, where the script unscales the gradients, as for torch's clipping."""
+    ps.HybridOptimizer.init_process_group(client)
+    torch.manual_seed(1)
+    body, head = nn.Linear(DIM, 6), nn.Linear(6, 1)
+    model = nn.Sequential(DistributedDataParallel(body), head)
+    local = torch.optim.SGD(body.parameters(), lr=0.5)
+    optimizer = ps.HybridOptimizer(
+        client,
+        model,
+        local,
+        name="unscaled apart",
+        served=head.parameters(),
+        server_optimizer=ps.SGD(lr=0.5),
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    found, said = [], []
+    for step in range(3):
+        optimizer.zero_grad()
+        is_too_large = step == 0 and client.rank == 1
+        loss = model(torch.ones(3, DIM)).square().mean()
+        scaler.scale(loss + head.bias.sum() * (float("inf") if is_too_large else 0)).backward()
+        scaler.unscale_(optimizer)
+        try:
+            scaler.step(optimizer)
+        except ps.InvalidConfig as refused:
+            said.append(str(refused))
+        scaler.update()
+        found.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    return found, said
+
+
 def serve_some(client: ps.Client) -> tuple[Tensors, list[str]]:
     """The head goes through the servers, under ASP, as the rows do."""
     model = rated(client, "served/users", consistency="asp")

@@ -184,6 +184,17 @@ def test_other_loss_scales_skip_the_step_where_wrappers_have_reduced_gradients(
 
 
 @pytest.mark.thorough
+def test_gradients_that_are_unscaled_tell_nothing_of_their_scales(workers: Workers) -> None:
+    """Where wrappers have reduced some, the parameters would part after an overflow at a worker."""
+    runs = workers.run(jobs.unscaled_apart)
+    for number in range(3):
+        assert_alike([found[number] for found, _ in runs])
+    for _, said in runs:
+        assert said
+        assert all("remove the call, and clip by the optimizer's" in each for each in said)
+
+
+@pytest.mark.thorough
 def test_parameters_may_go_through_the_servers(workers: Workers) -> None:
     runs = workers.run(jobs.serve_some)
     assert_alike([values for values, _ in runs])

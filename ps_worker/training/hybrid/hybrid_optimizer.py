@@ -66,7 +66,7 @@ from ps_worker.training.module_buffers import persistent_buffers
 from ps_worker.training.planned_edits import edit_refused
 from ps_worker.training.tables.inspection import is_finite
 from ps_worker.training.tables.staging import check_dense
-from ps_worker.training.tables.step_scale import StepScale, amp_scale_of, forgets_scale
+from ps_worker.training.tables.step_scale import StepScale, amp_scale_of, forgets_scale, is_unscaled
 
 _SHOWN_COUNT = 5
 
@@ -371,11 +371,11 @@ class HybridOptimizer(torch.optim.Optimizer):
             InvalidTensor: a gradient is not finite at some worker, or beyond what its codec can
                 hold (fp16); all have skipped the step. Or one is sparse at this worker, which has
                 taken nothing of the step: the others wait for its next call.
-            InvalidConfig: `GradScaler.unscale_` was called, which does not reach rows; or there are
-                more rows of one partition than a message takes, and nothing of the step was taken,
-                so that the others wait for the next call; or the workers have other learning
-                rates, for instance, or other loss scales with torch's wrappers: all have skipped
-                the step.
+            InvalidConfig: `GradScaler.unscale_` was called, which does not reach rows, and hides
+                the loss scales where torch's wrappers reduce gradients; or there are more rows of
+                one partition than a message takes. Nothing of the step was taken: the others wait
+                for the next call. Or the workers have other learning rates, for instance, or other
+                loss scales with torch's wrappers: all have skipped the step.
             EditRefused: what is served was changed since the last step, and not under BSP: nothing
                 of the step was taken, so that the others wait for the next call.
             WorkerLost: another worker has ended, and so has this run.
@@ -397,7 +397,15 @@ class HybridOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step(amp_scale_of(self, self.servers.trained_model.rows_name))
+        scale = amp_scale_of(self, self.servers.trained_model.rows_name)
+        if self._elsewhere and self._client.world_size > 1 and is_unscaled(self):
+            raise InvalidConfig(
+                "GradScaler.unscale_ was called, and the workers cannot compare their loss scales "
+                "then, of which DistributedDataParallel or fully_shard may have added up several: "
+                "remove the call, and clip by the optimizer's clip_norm= in place of "
+                "clip_grad_norm_"
+            )
+        self._step(scale)
         return loss
 
     @torch.no_grad()

@@ -65,7 +65,7 @@ def amp_scale_of(optimizer: torch.optim.Optimizer, rows: str = "") -> StepScale:
             "scaler: autocast in bfloat16 needs none"
         )
     skip = found_inf is not None and bool(found_inf.item())
-    if grad_scale is None and found_inf is not None and rows:
+    if rows and is_unscaled(optimizer):
         raise InvalidConfig(
             f"GradScaler.unscale_ was called, which does not reach rows of '{rows}': remove the "
             "call, and clip by the optimizer's clip_norm= in place of clip_grad_norm_"
@@ -80,6 +80,12 @@ def amp_scale_of(optimizer: torch.optim.Optimizer, rows: str = "") -> StepScale:
             "new scaler: each skipped step has lowered this one"
         )
     return StepScale(inverse)
+
+
+def is_unscaled(optimizer: torch.optim.Optimizer) -> bool:
+    """True if `GradScaler.unscale_` was called before this call of `step`."""
+    has_scaler = getattr(optimizer, "found_inf", None) is not None
+    return has_scaler and getattr(optimizer, "grad_scale", None) is None
 
 
 def forgets_scale(
