@@ -128,7 +128,8 @@ def _check_not_imported() -> None:
     frame = sys._getframe()
     while (caller := frame.f_back) is not None:
         frame = caller
-        if frame.f_code.co_name == "<module>" and frame.f_globals["__name__"] == "__mp_main__":
+        name = frame.f_globals.get("__name__")
+        if frame.f_code.co_name == "<module>" and name == "__mp_main__":
             raise InvalidConfig(
                 f"process {os.getpid()} is a child that multiprocessing has started by 'spawn' or "
                 f"'forkserver' (as a DataLoader may), and imports {frame.f_code.co_filename} anew; "

@@ -34,3 +34,8 @@ def test_what_the_script_guards_connects_when_the_child_calls_it(tmp_path: Path)
     imported = runpy.run_path(str(script), run_name="__mp_main__")
     with pytest.raises(WaitExpired):
         imported["train"]()
+
+
+def test_code_in_globals_without_a_name_connects() -> None:
+    with pytest.raises(WaitExpired):
+        exec(CONNECTS.format(condition="True"), {})  # noqa: S102 - as some launchers run a script
