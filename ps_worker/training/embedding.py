@@ -219,9 +219,8 @@ class Embedding(torch.nn.Module):
             return
         self._meeting_count = self.trained.meeting_count
         self._pulls.forget()
-        for ahead in [each for each in self._ahead if each.is_late]:
-            self._ahead.remove(ahead)
-            ahead.pull.cancel()
+        while self._ahead:  # under SSP servers have not waited for the others' steps, either
+            self._ahead.popleft().pull.cancel()
 
     def begin_lookup(self, ids: Tensor) -> Lookup:
         """Begin to pull the rows of these ids, unless `prefetch` has; `end_lookup` has them."""

@@ -334,18 +334,19 @@ def test_synchronize_gives_rows_with_every_step_of_all_workers(consistency: str)
             client.barrier()
         for _ in range(3):
             rows(IDS).sum().backward()
+            rows.prefetch(IDS[:4])  # of the next step's batch
             optimizer.step()
         found = [looked_up(rows)]
         rows.prefetch(IDS[:5])
         if client.rank == 0:
             client.barrier()
         optimizer.synchronize()
-        return [*found, looked_up(rows), looked_up(rows, IDS[:5])]
+        return [*found, *(looked_up(rows, IDS[:count]) for count in (6, 5, 4))]
 
     with ps.local_cluster(servers=1, workers=2) as cluster:
         first, second = together(cluster.address, 2, work)
     assert first[0] < 6
-    assert first[1:] == second[1:] == [6, 6]
+    assert first[1:] == second[1:] == [6, 6, 6]
 
 
 @pytest.mark.thorough
