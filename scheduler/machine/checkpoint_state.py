@@ -74,6 +74,11 @@ class Attempt:
         cuts = {table_id: table.cut for table_id, table in self.cuts.items()}
         return {table_id: cut.after_clock for table_id, cut in cuts.items() if cut is not None}
 
+    def is_taken(self, table_id: TableId) -> bool:
+        """True if the step of a table's cut is beyond all that workers named: a server had it."""
+        named = (place.clocks.get(table_id, 0) for place in self.workers.values())
+        return self.steps[table_id] > max(named, default=0)
+
     def lose(self, worker: Node, reason: str) -> None:
         """Note that the checkpoint has no state of this worker."""
         self.workers.setdefault(worker.node_id, WorkerClocks(worker.rank, {}, has_state=True))

@@ -38,7 +38,8 @@ Rules:
     - A worker's next clock is a guess while its script is in a step. A script that waits for the
       checkpoint takes no step. If every script waits before the step of a cut, but for those that
       start up, no worker will take that step, and the checkpoint is begun again at the steps where
-      the workers are.
+      the workers are. Not if the servers have that step, of a worker that has ended since: they
+      would be cut there again, so the others must take it.
 
 Invariants:
     CP-1  No table is cut before every server with a shard of it, and every worker that was asked,
@@ -248,7 +249,9 @@ class CheckpointAttempts:
         return attempt is not None and any(each != node.node_id for each in attempt.staying)
 
     def _is_out_of_reach(self, attempt: Attempt) -> bool:
-        """True if every worker waits that does not start up, before the step of a cut."""
+        """True if every worker waits that does not start up, before the step of a cut, which the
+        servers do not have.
+        """
         members = (node for node in self._state.workers_of(UNNAMED) if node.state.is_member)
         workers = {node.node_id for node in members if not self._is_starting(attempt, node)}
         staying = [attempt.staying[each] for each in workers & attempt.staying.keys()]
@@ -257,6 +260,7 @@ class CheckpointAttempts:
         return any(
             step > max((each[table_id] for each in staying if table_id in each), default=step)
             for table_id, step in attempt.steps.items()
+            if not attempt.is_taken(table_id)
         )
 
     def _is_starting(self, attempt: Attempt, worker: Node) -> bool:
@@ -290,7 +294,9 @@ class CheckpointAttempts:
         ]
         return any(
             (clock := clocks.get(table_id, step)) < step
-            and any(each.get(table_id, 0) > clock for each in others)
+            and (
+                attempt.is_taken(table_id) or any(each.get(table_id, 0) > clock for each in others)
+            )
             for table_id, step in attempt.steps.items()
         )
 

@@ -220,3 +220,17 @@ def test_a_cut_that_waits_for_no_late_worker_names_the_servers(consistency: str)
     checkpoints.reached = {cluster.workers[1].node_id: {MODEL: 1}}
     cluster.cut()
     assert "waits for the files of server" in checkpoints.reason(cluster.now_s)
+
+
+@pytest.mark.parametrize("consistency", ["ssp:3", "asp"])
+def test_who_waits_before_a_step_of_one_that_has_left_must_take_it(consistency: str) -> None:
+    """The servers have it, so what is begun again would be cut there again, for ever."""
+    cluster = Saving(consistency=consistency)
+    cluster.leave(cluster.workers[1])
+    cluster.begin()
+    for server in (0, 1):
+        cluster.promise(server, 6, 4)
+    cluster.answer(0, 3, 4)
+    assert cluster.stay(0, 3, 4)
+    assert not cluster.happened(CheckpointBegunAgain)
+    assert not cluster.stay(0, 6, 4)
