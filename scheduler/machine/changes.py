@@ -27,7 +27,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ps_core.change import ChangeOutcome, Join, TableChange, TableCut
@@ -242,9 +242,8 @@ class TableChanges:
 
     # --- cuts
 
-    def cuts_refusal(self) -> str:
-        """Message if the view has no space to cut all tables; else empty."""
-        tables = self._state.tables.values()
+    def cuts_refusal(self, tables: Sequence[Table]) -> str:
+        """Message if the view has no space to cut these tables; else empty."""
         needed_bytes, free_bytes = sum(map(self.needed_bytes, tables)), self._free_view_bytes()
         if needed_bytes <= free_bytes:
             return ""

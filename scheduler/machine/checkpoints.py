@@ -179,7 +179,7 @@ class CheckpointAttempts:
         if away:  # not for good, as nothing is lost
             return f"{self._named(away, now_s)} had values, and nobody has come back with them yet"
         if tables:
-            return self._changes.cuts_refusal()
+            return self._changes.cuts_refusal(tables)
         whose = "run without a name, of which checkpoints are," if self._state.tables else "cluster"
         return f"the {whose} has no table yet"
 

@@ -230,6 +230,16 @@ def test_the_run_without_a_name_counts_once_it_has_had_a_worker() -> None:
     assert cluster.is_finished()
 
 
+def test_a_checkpoint_needs_no_space_in_the_view_for_tables_of_other_runs() -> None:
+    cluster = Runs(worker_count=1, checkpoint_url="file:///tmp/checkpoints")
+    cluster.table(cluster.worker())
+    cluster.table(cluster.worker("a"))
+    settings, state = cluster.cluster.settings, cluster.cluster._state
+    state.view_bytes += view_size.free_bytes(settings, state) - view_size.CHANGE_BYTES
+    pending = cluster.cluster.begin_checkpoint("wanted", cluster.now_s).reply
+    assert (pending.number, view_size.free_bytes(settings, state)) == (1, 0), pending.reason
+
+
 def test_readers_of_a_run_that_is_removed_leave_once() -> None:
     cluster = Runs()
     cluster.worker("a")
