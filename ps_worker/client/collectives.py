@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from ps_core.collective_calls import Round, Share
-from ps_core.errors import InvalidConfig, PushpullError
+from ps_core.errors import InvalidConfig
 from ps_runtime.system.clock import now_s
 from ps_worker.checkpoint.save_points import SavePoints
 from ps_worker.client.connection import GRACE_S, ClientConnection
@@ -93,9 +93,11 @@ class CollectiveCalls:
             given = reducible(value, op)
             words = words_of(f"all_reduce({op})", name, shape_words(given))
             ended, first = self._enter(words, (given, value), timeout_s)
+            with self._closed_by_failure():
+                all_given = [unpacked(share.payload) for share in ended.shares]
+                found = as_given(reduced(all_given, op), first)
             self.close_call()
-            all_given = [unpacked(share.payload) for share in ended.shares]
-            return as_given(reduced(all_given, op), first)
+            return found
 
     def gather(self, value: Any, *, name: str = "", timeout_s: float | None = None) -> list[Any]:
         """Give every worker's value to every worker, by rank: torch's all_gather_object.
@@ -140,14 +142,16 @@ class CollectiveCalls:
             words = words_of(f"broadcast from rank {src}", name)
             given = (value, value) if self._engine.session.rank == src else None
             ended, _ = self._enter(words, given, timeout_s)
+            with self._closed_by_failure():
+                payload = next((each.payload for each in ended.shares if each.rank == src), None)
+                if payload is None:
+                    raise InvalidConfig(
+                        f"{words}: no worker of that rank takes part: it has left, is gone, or has "
+                        "joined and not taken a step yet"
+                    )
+                found = unpacked(payload)
             self.close_call()
-            for share in ended.shares:
-                if share.rank == src:
-                    return unpacked(share.payload)
-            raise InvalidConfig(
-                f"{words}: no worker of that rank takes part: it has left, is gone, or has joined "
-                "and not taken a step yet"
-            )
+            return found
 
     # --- calls whose end the caller notes before it closes them
 
@@ -163,13 +167,23 @@ class CollectiveCalls:
 
         with self._calling("gather"):
             ended, _ = self._enter(words_of("gather", name), (value, value), timeout_s)
-            return [unpacked(share.payload) for share in ended.shares]
+            with self._closed_by_failure():
+                return [unpacked(share.payload) for share in ended.shares]
 
     def close_call(self) -> None:
         """The caller has the result of the call that was left open."""
         self._open_call = None
 
     # --- one call
+
+    @contextmanager
+    def _closed_by_failure(self) -> Iterator[None]:
+        """Close the call if its end is an error. After Ctrl-C the same call returns the result."""
+        try:
+            yield
+        except Exception:
+            self.close_call()
+            raise
 
     @contextmanager
     def _calling(self, verb: str) -> Iterator[None]:
@@ -220,9 +234,6 @@ class CollectiveCalls:
             ended = self._connection.result(entering, max(end_s - now_s(), 0.0))
         finally:
             entering.cancel()
-        try:
+        with self._closed_by_failure():
             check_agreement(ended)
-        except PushpullError:
-            self.close_call()
-            raise
         return ended, call.given

@@ -6,6 +6,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from ps_core import limits
 from ps_core.cluster_view import ClusterView
 from ps_core.collective_calls import host_of
 from pushpull.v1 import parameters_pb2
+from tests.integration.ctrl_c import ctrl_c_after
 from tests.integration.lane_cluster import LaneCluster, Served, lane_cluster, until
 from tests.integration.replicated_cluster import (
     DEADLINE_S,
@@ -32,6 +34,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 ResultT = TypeVar("ResultT")
 
 WORKERS = 3
+WAIT_S = 5.0
 PATIENCE = {
     "PUSHPULL_HEARTBEAT_INTERVAL_S": "0.2",
     "PUSHPULL_LEASE_S": "1.0",
@@ -223,6 +226,24 @@ def test_ctrl_c_interrupts_a_call_and_the_same_call_goes_on(clients: list[ps.Cli
         [partial(each.barrier, "c") for each in (third, second, first)]
     )
     assert (third_found, second_found, first_found) == (None, None, None)
+    assert at_each(clients, lambda client: client.all_reduce(1)) == [3, 3, 3]
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "broadcast", "gather"])
+def test_ctrl_c_in_the_result_of_a_call_leaves_it_to_the_same_call(
+    clients: list[ps.Client], verb: str
+) -> None:
+    """The others have theirs, and would not make the call again."""
+    first, *others = clients
+
+    def call(client: ps.Client) -> Any:
+        return getattr(client, verb)(torch.ones(2), name="result", timeout_s=WAIT_S)
+
+    with ThreadPoolExecutor(len(others)) as threads:
+        found = [threads.submit(call, each) for each in others]
+        with ctrl_c_after("unpacked"):
+            call(first)
+    assert str(call(first)) == str(found[0].result())
     assert at_each(clients, lambda client: client.all_reduce(1)) == [3, 3, 3]
 
 
