@@ -22,6 +22,8 @@ Rules:
     - Until its first save point a worker starts up: it may attach more.
     - A state that cannot be written is reported as lost, which fails the checkpoint, and training
       goes on. The report says so if it has parameters that no server has.
+    - A state whose copy Ctrl-C ends is copied at the next save point, and lost if a step lies
+      between that the cut does not have.
     - A worker that leaves writes its state as of its last step, unless it leaves a restored cluster
       while it starts up: that state may lack what the checkpoint has, and is lost. With all states
       and tables of that checkpoint it lacks nothing. A worker without a state says that there is
@@ -59,11 +61,13 @@ from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_runtime.system.executors import submitted
 from ps_runtime.system.future_waits import result_of
+from ps_runtime.system.interrupts import uninterrupted
 from ps_worker.steps.steps import TableHandle
 
 _LEAVING = 0
 """The number of no checkpoint: of the state of a worker that leaves."""
 
+_CUT_SHORT = "Ctrl-C ended the copy of this worker's state, and its script took a step after that"
 _LEFT_EARLY = "its worker left before its first step and its first save point"
 _MAX_NAME_BYTES = 200
 _LOOK_S = 0.5
@@ -196,6 +200,7 @@ class SavePoints:
         self._answered = 0  # the newest checkpoint that this worker has answered
         self._saved = 0  # the newest that was written, or lost
         self._saved_steps: dict[TableId, int] = {}  # those taken then
+        self._cut_short = 0  # the newest whose copy Ctrl-C ended
         self._had = 0  # the newest that the script has asked for
         self._asked: weakref.WeakSet[_Asked] = weakref.WeakSet()  # calls that are not answered
         self._newest: _Asked | None = None  # the newest call
@@ -689,13 +694,16 @@ class SavePoints:
         cuts = {h: self._clock_of_cut(view, h, checkpoint.number) for h in self._handles()}
         if any(handle.clock < (cut or 0) for handle, cut in cuts.items()):
             return None
+        self._saved, self._saved_steps = checkpoint.number, self._step_counts()
         for handle, cut in cuts.items():
             if cut is not None and handle.clock > cut:
+                if checkpoint.number == self._cut_short:
+                    self._lost(checkpoint, WaitExpired(_CUT_SHORT))
+                    return None
                 logs.warning(
                     "checkpoint_state_late",
                     number=checkpoint.number, table=handle.name, cut=cut, state=handle.clock,
                 )  # fmt: skip
-        self._saved, self._saved_steps = checkpoint.number, self._step_counts()
         return checkpoint, {handle.table.table_id: handle.clock for handle in cuts}
 
     def _clock_of_cut(self, view: ClusterView, handle: TableHandle, checkpoint: int) -> int | None:
@@ -715,7 +723,12 @@ class SavePoints:
         except Exception as error:  # noqa: BLE001 - training goes on, whatever a state raises
             self._lost(checkpoint, error)
             return
-        with self._changed:
+        except BaseException:  # Ctrl-C
+            with self._changed:
+                if self._saved == checkpoint.number:
+                    self._saved, self._cut_short = 0, checkpoint.number
+            raise
+        with uninterrupted(), self._changed:
             writing = self._submitted(partial(self._written, checkpoint, write, tables))
             if checkpoint.number == _LEAVING:
                 self._leaving = writing
