@@ -183,7 +183,9 @@ class SavePoints:
         self._handles = handles
         self._write = write
         self._patience_s = patience_s
-        self._changed = threading.Condition()
+        # Entered by itself: Ctrl-C within `Condition.__enter__` would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._threads = ThreadPoolExecutor(1, "checkpoint")
         self._writing: set[Future[None]] = set()
         self._leaving: Future[None] | None = None  # the state that is written when it leaves
@@ -226,7 +228,7 @@ class SavePoints:
                     f"'{name}' is a {type(state).__name__} without {method}(); expected something "
                     "with state_dict() and load_state_dict()"
                 )
-        with self._changed:
+        with self._lock:
             if self._attached.get(name, state) is not state:
                 raise InvalidConfig(
                     f"another state is attached as '{name}'; give each its own name"
@@ -235,7 +237,7 @@ class SavePoints:
 
     def load(self, name: str, found: Any) -> None:
         """Load what a checkpoint has of an attached state, and tell the others."""
-        with self._changed:
+        with self._lock:
             attached = dict(self._attached)
         state = attached[name]
         state.load_state_dict(found)
@@ -245,7 +247,7 @@ class SavePoints:
 
     def loaded(self, name: str) -> None:
         """An attached state has what the checkpoint had of it that the cluster began from."""
-        with self._changed:
+        with self._lock:
             self._loaded.add(name)
 
     @property
@@ -256,7 +258,7 @@ class SavePoints:
         """The worker's state must be of the same step as all other workers', under any consistency:
         they take their steps together.
         """
-        with self._changed:
+        with self._lock:
             self._is_in_step = True
 
     @property
@@ -265,7 +267,7 @@ class SavePoints:
 
     def add_model(self, trained: Trained) -> None:
         """Add tables that take their steps together, once between two save points."""
-        with self._changed:
+        with self._lock:
             self._models.append(trained)
             self._passed |= {handle.table.table_id: handle.step_count for handle, _ in trained()}
 
@@ -277,13 +279,13 @@ class SavePoints:
 
     def models(self) -> list[list[tuple[TableHandle, bool]]]:
         """The tables of each model, and whether each takes steps."""
-        with self._changed:
+        with self._lock:
             return [[*trained()] for trained in self._models]
 
     # --- events of the cluster
 
     def take_view(self, view: ClusterView) -> None:
-        with self._changed:
+        with self._lock:
             self._view = view
             checkpoint = view.checkpoint
             if checkpoint is not None and checkpoint.is_cut:
@@ -321,7 +323,7 @@ class SavePoints:
 
     def end(self, _reason: object = None) -> None:
         """The session has ended: stop all waits for views."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             self._changed.notify_all()
 
@@ -330,7 +332,7 @@ class SavePoints:
         that leaves is lost if it is not written by then.
         """
         self.end()
-        with self._changed:
+        with self._lock:
             writing = list(self._writing)
         end_s = now_s() + timeout_s
         for each in writing:
@@ -354,7 +356,7 @@ class SavePoints:
             unless all tables are asynchronous and workers are not in step; and while the state is
             copied.
         """
-        with self._changed:
+        with self._lock:
             self._has_begun = True
             self._is_explicit = self._is_explicit or is_explicit
             if self._is_explicit is not is_explicit or not self._attached:
@@ -369,7 +371,7 @@ class SavePoints:
         no model, and of several such rows those that it stepped first: between the steps of one
         pass the last step is not complete.
         """
-        with self._changed:
+        with self._lock:
             first = self._stepped_first()
             has_model = len(self._models) > len(self._alone)
             if has_model or (first is not None and first is not stepped):
@@ -394,7 +396,7 @@ class SavePoints:
 
     def rest(self, is_over: Callable[[], bool]) -> None:
         """As `reach`; also waits for a checkpoint about to be proposed, to its cut or `is_over`."""
-        with self._changed:
+        with self._lock:
             self._arrive()
             answered = self._answered
 
@@ -403,7 +405,7 @@ class SavePoints:
             return is_over() or (self._is_decided() and has_begun)
 
         self._rest(ends)
-        with self._changed:
+        with self._lock:
             # Not the newest: others may have asked for another before this thread went on.
             self._had = max(self._had, 0 if self._newest is None else self._newest.number)
 
@@ -414,7 +416,7 @@ class SavePoints:
         its script had not asked for it before; 0: none. Called again, it gives another one: that
         has failed.
         """
-        with self._changed:
+        with self._lock:
             self._has_begun = True
             clocks = {handle.table.table_id: handle.clock for handle in self._handles()}
             asked = _Asked(self._had, clocks, self._step_counts())
@@ -423,7 +425,7 @@ class SavePoints:
             self._newest = asked
 
         def covered_by() -> tuple[int, int]:
-            with self._changed:
+            with self._lock:
                 if 0 < asked.number <= asked.had:
                     asked.number = self._covering(asked)
                 asked.had = max(asked.had, asked.number)
@@ -469,7 +471,7 @@ class SavePoints:
         self._stays_since_s = now_s()
         self._stop_here()
         self._rest(lambda: is_over() or self._is_left_behind(), within_s)
-        with self._changed:
+        with self._lock:
             ahead = self._step_ahead() if self._is_left_behind() and not is_over() else None
         if ahead is not None:
             handle, cut = ahead
@@ -520,7 +522,7 @@ class SavePoints:
         )
 
     def _take_answer(self, question: Question, number: int, is_so: bool) -> None:
-        with self._changed:
+        with self._lock:
             if is_so:
                 self._yes[question] = max(self._yes[question], number)
                 self._changed.notify_all()
@@ -541,7 +543,7 @@ class SavePoints:
         Blocking: until `is_over` (call `wake` then), at most `within_s`; and as `reach`.
         """
         until_s = now_s() + within_s
-        with self._changed:
+        with self._lock:
             self._asked_s[Question.IS_AWAITED] = now_s()
             while not self._is_awaited():
                 left_s = until_s - now_s()
@@ -566,7 +568,7 @@ class SavePoints:
         """The script has this checkpoint, which it asked for. The one that the cluster began from
         may have a number of another root.
         """
-        with self._changed:
+        with self._lock:
             if self._view is None or url != self._view.restored_from:
                 self._had = max(self._had, number)
 
@@ -586,7 +588,7 @@ class SavePoints:
         if self.has_state and not self._is_closed:
             self._stop_here()
             self._rest(self._is_decided)
-        with self._changed:
+        with self._lock:
             self._last_clocks = {h.table.table_id: h.clock for h in self._handles()}
 
     def leave_behind(self, url: str, before: Before | None = None) -> None:
@@ -594,7 +596,7 @@ class SavePoints:
         left; `close` waits until it is written. `before`: None if nothing was loaded. A worker
         without a state reports that there is none to write, where the scheduler waits for it.
         """
-        with self._changed:
+        with self._lock:
             clocks = self._last_clocks
             if clocks is None or self._is_closed:
                 return
@@ -625,12 +627,12 @@ class SavePoints:
         return all(each.clock <= (each.table.restored_clock or 0) for each in handles)
 
     def wake(self, _reason: object = None) -> None:
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
 
     def _stop_here(self) -> None:
         """Make this a save point, and take back an answer with a later one."""
-        with self._changed:
+        with self._lock:
             self._arrive()
             if not self._is_decided():
                 self._join()
@@ -668,14 +670,14 @@ class SavePoints:
             while (due := self._leave(is_over, until_s)) is not None:
                 self._save(*due)
         finally:
-            with self._changed:
+            with self._lock:
                 self._go_on()
 
     def _leave(
         self, is_over: Callable[[], bool], until_s: float
     ) -> tuple[Checkpoint, dict[TableId, int]] | None:
         """Wait for a state that is due; None: the wait is over, and the script in its next step."""
-        with self._changed:
+        with self._lock:
             while (due := self._due()) is None:
                 left_s = until_s - now_s()
                 if is_over() or self._is_closed or left_s <= 0:
@@ -716,7 +718,7 @@ class SavePoints:
     def _save(self, checkpoint: Checkpoint, clocks: dict[TableId, int]) -> None:
         tables = {table_id: ReportedTable(0, clock) for table_id, clock in clocks.items()}
         try:
-            with self._changed:
+            with self._lock:
                 attached = dict(self._attached)
             states = {name: state.state_dict() for name, state in attached.items()}
             write = self._write(checkpoint, max(clocks.values(), default=0), states)
@@ -724,11 +726,11 @@ class SavePoints:
             self._lost(checkpoint, error)
             return
         except BaseException:  # Ctrl-C
-            with self._changed:
+            with self._lock:
                 if self._saved == checkpoint.number:
                     self._saved, self._cut_short = 0, checkpoint.number
             raise
-        with uninterrupted(), self._changed:
+        with uninterrupted(), self._lock:
             writing = self._submitted(partial(self._written, checkpoint, write, tables))
             if checkpoint.number == _LEAVING:
                 self._leaving = writing
@@ -766,7 +768,7 @@ class SavePoints:
     @property
     def _keep_parameters(self) -> bool:
         """True if the states have parameters that no server has."""
-        with self._changed:
+        with self._lock:
             attached = list(self._attached.values())
         return any(isinstance(s, KeepsParameters) and s.keeps_parameters for s in attached)
 

@@ -2,9 +2,38 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
 import pytest
 
-from tests.unit.saving_worker import A, State, Worker
+from tests.unit.saving_worker import WAIT_S, A, State, Worker
+
+
+def interrupted(work: Callable[[], None], count: int) -> list[str]:
+    """Do the work; Ctrl-C comes when it enters or leaves a function for the nth time. Returns where
+    it has been until then.
+    """
+    moments: list[str] = []
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event in ("call", "return"):
+            moments.append(f"{event} of {frame.f_code.co_qualname}")
+            if len(moments) == count:
+                sys.setprofile(None)
+                signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(look)
+    try:
+        work()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    return moments
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -33,3 +62,18 @@ def test_a_state_whose_copy_ctrl_c_ends_is_saved_at_the_next_save_point_before_a
     ((number, report),) = worker.report()
     assert (number, bool(report.file)) == (1, not steps)
     assert ("Ctrl-C" in report.problem) is bool(steps)
+
+
+def test_ctrl_c_at_a_save_point_locks_no_other_thread_out() -> None:
+    """The client's thread takes views there: the whole client would wait for good."""
+    worker = Worker()
+    worker.attach()
+    count, moments = 1, interrupted(worker.points.reach, 1)
+    while len(moments) == count:
+        woken = threading.Thread(target=worker.points.wake, daemon=True)
+        woken.start()
+        woken.join(WAIT_S)
+        assert not woken.is_alive(), moments[-1]
+        count += 1
+        moments = interrupted(worker.points.reach, count)
+    assert count > 20
