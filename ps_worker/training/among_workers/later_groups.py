@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ps_core.cluster_view import NodeState, Role
+
 if TYPE_CHECKING:
     from ps_core.cluster_view import ClusterView
     from ps_worker.client.client import Client
@@ -93,12 +95,19 @@ def _birth(client: Client, clocks: ModelClocks, group: int) -> int:
         found = known(client.engine.view)
         return clocks.step_count if found is None else found
     view = client.tables.await_view(
-        lambda view: known(view) is not None or 0 not in view.awaited_ranks,
+        lambda view: known(view) is not None or _has_rank_0_left(view),
         f"worker 0 to add parameter group {group} of '{clocks.name}'",
         client.connection.deadline_s(None),
     )
     found = known(view)
     return clocks.step_count if found is None else found  # worker 0 has left: nobody gives values
+
+
+def _has_rank_0_left(view: ClusterView) -> bool:
+    """True if nobody adds a group any more; the place of one that is gone may be taken again."""
+    held = (node for node in view.nodes if node.role is Role.WORKER and node.rank == 0)
+    newest = max(held, key=lambda node: node.incarnation, default=None)
+    return newest is not None and newest.state is NodeState.LEFT
 
 
 def _options_as_made(view: ClusterView, prefix: str, options: TrainingOptions) -> TrainingOptions:
