@@ -251,14 +251,19 @@ class ReadGate:
             state.read_clock = max(state.read_clock, asked_clock + 1)
         if event.cut_id is not None:
             state.schedule.end_cut(event.cut_id)
-        is_new = asked_clock > event.clock  # it has joined, and begins there
+        range_clock = state.clock
+        if event.incarnation is None:  # a final seal may have brought the range further
+            named_clock = event.clock if event.consistent else 0
+            range_clock = min(range_clock, max(state.stepped_clock, named_clock))
+        elif asked_clock > event.clock:  # it has joined, and begins there
+            range_clock = max(range_clock, asked_clock)
         keeps = state.schedule.at(asked_clock + 1).policy is StalePolicy.COMPENSATE
         return AnswerPull(
             event.waiter,
             state.table.table_id,
             state.range_id,
             event.clock if is_sum and event.incarnation is not None else state.clock,
-            max(state.clock, asked_clock) if is_new else state.clock,
+            range_clock,
             dict(state.versions),
             {} if worker is None else dict(worker.own_updates),
             event.incarnation if keeps else None,

@@ -17,6 +17,7 @@ from ps_core.ledger import Outcome, ReplyKind
 from ps_core.sliced_work import at_once
 from ps_core.tables.table import Table
 from ps_server.ranges.events import (
+    AnswerPull,
     Apply,
     Effect,
     Forget,
@@ -223,6 +224,19 @@ def test_a_reader_does_not_wait_for_the_clock_of_a_final_seal(skip: bool) -> Non
     read = PullEvent(PLACE, 1, None, clock, True, 110.0, cut)
     answered = answers(ssp.machine.pull(read, ssp.now_s))
     assert answered == ([1] if skip else [])  # a step of its own counts
+
+
+@pytest.mark.parametrize("text", ["asp", "ssp:2", "bsp"])
+def test_a_reader_is_told_no_clock_of_a_final_seal(text: str) -> None:
+    """No worker took that step, so an evaluation of the last one has its number."""
+    made = Bench(make_table(parsed(text)), workers=2)
+    for clock in (1, 2):
+        for rank in range(2):
+            step(made, rank, clock)
+    for rank in range(2):
+        made.seal(rank, 5, 3, skip=True, last=True)
+    effects = made.machine.pull(PullEvent(PLACE, 1, None, 0, False, 110.0), made.now_s)
+    assert [each.range_clock for each in effects if isinstance(each, AnswerPull)] == [2]
 
 
 def test_a_table_that_is_made_later_does_not_wait_for_it() -> None:
