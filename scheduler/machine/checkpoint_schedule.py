@@ -1,10 +1,10 @@
 """The schedule of checkpoints: when one is due, by the workers' clocks or by time.
 
     by clocks   the highest clock of a worker has passed a multiple of `every_clocks` that the last
-                complete checkpoint had not; or a table has taken so many steps since, as when a
-                script trains one model after another
-    by time     `every_s` after the last complete one, if the highest clock has moved since, or that
-                of a table below it, or no worker has reported one
+                complete checkpoint had not; or a worker has taken so many steps of a table since,
+                as when a script trains one model after another, or where one that had more has left
+    by time     `every_s` after the last complete one, if the highest clock has moved since, or a
+                worker's below it, or no worker has reported one
 
 Rules:
     - A multiple of clocks is looked at before the time.
@@ -60,7 +60,9 @@ class CheckpointSchedule:
         self._clocks: dict[NodeId, int] = {}  # the highest of each in `reached`
         self._last_s: float | None = None  # None before training begins
         self._last_clock = 0
-        self._last_clocks: dict[TableId, int] | None = {}  # None: those of the next look
+        # As in `reached`, when the last one was complete. None: those of the next look.
+        self._last_clocks: dict[NodeId, Mapping[TableId, int]] | None = {}
+        self._first_clocks: dict[tuple[NodeId, TableId], int] = {}  # where there are none of then
         self._heard_from_s = 0.0  # workers have been heard by then
         self._retried_from_s = 0.0
 
@@ -111,28 +113,36 @@ class CheckpointSchedule:
     def made(self, clock: int, now_s: float) -> None:
         """A checkpoint, scheduled or not, is complete; all its parts were written at `now_s`."""
         self._last_clock, self._last_s = clock, now_s
-        self._last_clocks = self._by_table()
+        self._note_clocks()
         self._retried_from_s = 0.0
 
     def unneeded(self, now_s: float) -> None:
         """None was made, since nothing has moved."""
         self._last_s = now_s
 
-    def _by_table(self) -> dict[TableId, int]:
-        """The highest clock that a worker has reported, by table."""
-        found: dict[TableId, int] = {}
-        for clocks in self.reached.values():
-            found |= {each: max(clock, found.get(each, 0)) for each, clock in clocks.items()}
-        return found
+    def _note_clocks(self) -> dict[NodeId, Mapping[TableId, int]]:
+        """Count steps from where the workers are."""
+        self._last_clocks, self._first_clocks = dict(self.reached), {}
+        return self._last_clocks
 
     def _steps_since(self, view: ClusterView) -> list[int]:
-        """The steps since the last complete checkpoint of each table that is below its clock."""
-        now = self._by_table()
-        if self._last_clocks is None:
-            self._last_clocks = now
-        last = {t.table_id: t.restored_clock or 0 for t in view.tables} | self._last_clocks
-        below = {each: clock for each, clock in now.items() if clock < self._last_clock}
-        return [max(clock - last.get(each, clock), 0) for each, clock in below.items()]
+        """The steps since the last complete checkpoint of each worker and table below its clock. A
+        worker that was not heard before counts from where it is first, unless nobody had the table.
+        """
+        last = self._note_clocks() if self._last_clocks is None else self._last_clocks
+        first = {table.table_id: table.restored_clock or 0 for table in view.tables}
+        had = {table_id for clocks in last.values() for table_id in clocks}
+        found = []
+        for node_id, clocks in self.reached.items():
+            for table_id, clock in clocks.items():
+                if clock >= self._last_clock:
+                    continue
+                before = last.get(node_id, {}).get(table_id)
+                if before is None:
+                    began = clock if table_id in had else first.get(table_id, clock)
+                    before = self._first_clocks.setdefault((node_id, table_id), began)
+                found.append(max(clock - before, 0))
+        return found
 
     def _clock_before(self, view: ClusterView) -> int:
         """Clock of the newest checkpoint when this scheduler starts, resumed or restored."""

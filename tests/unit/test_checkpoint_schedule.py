@@ -340,3 +340,29 @@ def test_it_is_due_while_a_second_model_has_fewer_steps_than_the_first(
     for clock, due in (20, ""), (30, reason):
         again.schedule.heard(NodeId(1), {MODEL: 95, EMBEDDING: clock})
         assert again.look(60.0) == due, "another scheduler knows no clocks of before"
+
+
+# --- workers at different clocks
+
+
+@pytest.mark.parametrize(("policy", "reason"), [(CLOCKS, BY_CLOCKS), (SECONDS, BY_TIME)])
+def test_it_is_due_while_a_worker_trains_behind_one_that_has_left(
+    policy: CheckpointPolicy, reason: str
+) -> None:
+    """Under ASP a fast worker may leave hours before the others."""
+    cluster = Scheduled(policy)
+    assert cluster.look() == ""
+    cluster.heard(95, node=1)
+    cluster.heard(40, node=2)
+    assert cluster.look(60.0) == reason
+    cluster.schedule.made(95, cluster.now_s)
+    assert cluster.look(60.0) == ""
+    for clock in (50, 60):
+        cluster.heard(clock, node=2)
+        assert cluster.look(60.0) == reason
+        cluster.schedule.made(95, cluster.now_s)
+        assert cluster.look(60.0) == ""
+    cluster.heard(60, node=3)
+    assert cluster.look(60.0) == "", "it joined there"
+    cluster.heard(70, node=3)
+    assert cluster.look(60.0) == reason
