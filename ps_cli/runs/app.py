@@ -77,6 +77,7 @@ def runs_remove(
         had = asyncio.run(first_answer(scheduler, lambda query: query.remove_run(run)))
         count, megabytes = had.table_count, had.byte_count / 1e6
         of_tables = f"; it had {count} tables, for which the servers had up to {megabytes:.1f} MB"
+        of_tables += ", without rows of embeddings"
         output.say(f"run '{run}' is removed{of_tables if count else ''}")
         return 0
 

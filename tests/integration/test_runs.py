@@ -152,6 +152,7 @@ def test_a_run_that_is_removed_gives_its_memory_back(cluster: LaneCluster) -> No
         read = reader.table("model")
         said = command("runs", "remove", "large", *at)
         assert "run 'large' is removed; it had 1 tables" in said
+        assert said.endswith(" MB, without rows of embeddings\n"), "the scheduler knows of none"
         until(lambda: held() == before, "the servers have what they had before")
         with pytest.raises((ps.Fenced, ps.TableNotFound), match="removed"):
             reader.pull(read)
