@@ -202,6 +202,7 @@ class SavePoints:
         self._answered = 0  # the newest checkpoint that this worker has answered
         self._saved = 0  # the newest that was written, or lost
         self._saved_steps: dict[TableId, int] = {}  # those taken then
+        self._copying: dict[int, int] = {}  # the one whose state a thread copies now
         self._cut_short = 0  # the newest whose copy Ctrl-C ended
         self._had = 0  # the newest that the script has asked for
         self._asked: weakref.WeakSet[_Asked] = weakref.WeakSet()  # calls that are not answered
@@ -671,6 +672,9 @@ class SavePoints:
                 self._save(*due)
         finally:
             with self._lock:
+                number = self._copying.pop(threading.get_ident(), 0)
+                if number and number == self._saved:  # by Ctrl-C
+                    self._saved, self._cut_short = 0, number
                 self._go_on()
 
     def _leave(
@@ -696,11 +700,13 @@ class SavePoints:
         cuts = {h: self._clock_of_cut(view, h, checkpoint.number) for h in self._handles()}
         if any(handle.clock < (cut or 0) for handle, cut in cuts.items()):
             return None
-        self._saved, self._saved_steps = checkpoint.number, self._step_counts()
+        taken = self._step_counts()
+        self._copying[threading.get_ident()] = checkpoint.number
+        self._saved, self._saved_steps = checkpoint.number, taken
         for handle, cut in cuts.items():
             if cut is not None and handle.clock > cut:
                 if checkpoint.number == self._cut_short:
-                    self._lost(checkpoint, WaitExpired(_CUT_SHORT))
+                    self._give_up(checkpoint, WaitExpired(_CUT_SHORT))
                     return None
                 logs.warning(
                     "checkpoint_state_late",
@@ -723,14 +729,10 @@ class SavePoints:
             states = {name: state.state_dict() for name, state in attached.items()}
             write = self._write(checkpoint, max(clocks.values(), default=0), states)
         except Exception as error:  # noqa: BLE001 - training goes on, whatever a state raises
-            self._lost(checkpoint, error)
+            self._give_up(checkpoint, error)
             return
-        except BaseException:  # Ctrl-C
-            with self._lock:
-                if self._saved == checkpoint.number:
-                    self._saved, self._cut_short = 0, checkpoint.number
-            raise
         with uninterrupted(), self._lock:
+            self._copying.pop(threading.get_ident(), None)
             writing = self._submitted(partial(self._written, checkpoint, write, tables))
             if checkpoint.number == _LEAVING:
                 self._leaving = writing
@@ -758,6 +760,12 @@ class SavePoints:
             return
         report = replace(part, tables=tables, has_parameters=self._keep_parameters)
         self._scheduler.report_part(checkpoint.number, report)
+
+    def _give_up(self, checkpoint: Checkpoint, error: Exception) -> None:
+        """This thread copies no state any more."""
+        with uninterrupted():
+            self._copying.pop(threading.get_ident(), None)
+            self._lost(checkpoint, error)
 
     def _lost(self, checkpoint: Checkpoint, error: Exception) -> None:
         said = error.message if isinstance(error, PushpullError) else repr(error)
