@@ -39,7 +39,7 @@ class CollectiveCalls:
         self._engine = connection.engine
         self._save_points = save_points
         self._open_call: _OpenCall | None = None
-        self._in_call = threading.Lock()
+        self._caller: dict[str, int] = {}  # the thread that is in a call
 
     @property
     def takes_part(self) -> bool:
@@ -188,7 +188,9 @@ class CollectiveCalls:
     @contextmanager
     def _calling(self, verb: str) -> Iterator[None]:
         self._connection.check_may_push(f"call {verb}")
-        if not self._in_call.acquire(blocking=False):
+        own = threading.get_ident()
+        # No lock: one that Ctrl-C leaves locked would refuse this thread's calls for good.
+        if self._caller.setdefault("thread", own) != own:
             raise InvalidConfig(
                 f"{verb} was called while another thread is in a collective call; make them in one "
                 "thread: their order is what workers agree on"
@@ -196,7 +198,7 @@ class CollectiveCalls:
         try:
             yield
         finally:
-            self._in_call.release()
+            self._caller.clear()
 
     def _enter(
         self, words: str, given: tuple[Any, Any] | None, timeout_s: float | None

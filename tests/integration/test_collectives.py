@@ -247,6 +247,16 @@ def test_ctrl_c_in_the_result_of_a_call_leaves_it_to_the_same_call(
     assert at_each(clients, lambda client: client.all_reduce(1)) == [3, 3, 3]
 
 
+def test_ctrl_c_at_the_beginning_of_a_call_leaves_the_thread_its_calls(
+    clients: list[ps.Client],
+) -> None:
+    """They were refused for good: another thread was said to be in a call."""
+    with ctrl_c_after("_calling"):
+        clients[0].barrier("begun")
+    assert error_of(lambda: clients[0].barrier("begun", timeout_s=0.1)).code == "WAIT_EXPIRED"
+    at_each(clients, lambda client: client.barrier("begun"))
+
+
 # --- who comes and goes
 
 
