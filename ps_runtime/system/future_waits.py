@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -52,6 +52,12 @@ def is_done(future: Future[Any]) -> bool:
     """As `Future.done`, for a script that asks again and again until Ctrl-C."""
     with uninterrupted():
         return future.done()
+
+
+def tell_when_done(future: Future[Any], tell: Callable[[Any], object]) -> None:
+    """As `Future.add_done_callback`, in a thread that Ctrl-C may come to."""
+    with uninterrupted():
+        future.add_done_callback(tell)
 
 
 def result_of(future: Future[ResultT], timeout_s: float) -> ResultT:

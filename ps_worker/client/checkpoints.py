@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ps_core.change import Checkpoint
@@ -14,7 +15,7 @@ from ps_core.manifest import Imported, PartReport
 from ps_runtime.checkpoint.calls import MadeCheckpoint, create_checkpoint, restore_checkpoint
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
-from ps_runtime.system.future_waits import result_of
+from ps_runtime.system.future_waits import is_done, result_of, tell_when_done
 from ps_worker.checkpoint.save_points import Before, HasState, SavePoints, TakesOver
 from ps_worker.client.connection import GRACE_S, ClientConnection
 from ps_worker.client.tables import ClientTables
@@ -38,7 +39,7 @@ class CheckpointTicket:
         self._save_points = save_points
         self._thread = threading.get_ident()
         self._is_waited_for = False
-        future.add_done_callback(self._tell)
+        tell_when_done(future, self._tell)
 
     def _tell(self, future: Future[MadeCheckpoint]) -> None:
         """Log why it failed, unless a thread that waits is told, or it is the session that ended,
@@ -50,7 +51,7 @@ class CheckpointTicket:
 
     def done(self) -> bool:
         """True once it is complete, or has failed."""
-        return self.future.done()
+        return is_done(self.future)
 
     def wait(self, timeout_s: float | None = None) -> MadeCheckpoint:
         """Wait for the checkpoint. In the thread of a worker that called `checkpoint` this is a
@@ -81,7 +82,7 @@ class CheckpointTicket:
     def _waited(self, waits_s: float) -> MadeCheckpoint:
         end_s = now_s() + waits_s + GRACE_S
         if self._save_points is not None and threading.get_ident() == self._thread:
-            self._save_points.stay(self.future.done, waits_s + GRACE_S)
+            self._save_points.stay(self.done, waits_s + GRACE_S)
         try:
             made = result_of(self.future, max(end_s - now_s(), 0.0))
         except TimeoutError:
@@ -229,8 +230,8 @@ class ClientCheckpoints:
         future = connection.loop.start(self._made(reason, deadline_s, covered_by))
         if connection.is_reader:
             return CheckpointTicket(future, deadline_s, None)
-        future.add_done_callback(save_points.wake)
-        save_points.rest(future.done)
+        tell_when_done(future, save_points.wake)
+        save_points.rest(partial(is_done, future))
         return CheckpointTicket(future, deadline_s, save_points)
 
     async def _made(

@@ -15,11 +15,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from ps_core.collective_calls import Round, Share
 from ps_core.errors import InvalidConfig
 from ps_runtime.system.clock import now_s
+from ps_runtime.system.future_waits import is_done, tell_when_done
 from ps_worker.checkpoint.save_points import SavePoints
 from ps_worker.client.connection import GRACE_S, ClientConnection
 
@@ -230,9 +232,9 @@ class CollectiveCalls:
             )
         entering = self._connection.loop.start(self._engine.enter(call.share, deadline_s))
         end_s = now_s() + deadline_s + GRACE_S
-        entering.add_done_callback(self._save_points.wake)
+        tell_when_done(entering, self._save_points.wake)
         try:
-            self._save_points.accompany(entering.done, deadline_s + GRACE_S)
+            self._save_points.accompany(partial(is_done, entering), deadline_s + GRACE_S)
             ended = self._connection.result(entering, max(end_s - now_s(), 0.0))
         finally:
             entering.cancel()

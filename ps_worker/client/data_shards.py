@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict
+from functools import partial
 from random import Random
 from typing import Any, TypeVar
 
@@ -36,7 +37,7 @@ from ps_core.manifest import DataSetSpec
 from ps_core.tables.table import Table
 from ps_runtime.cluster.registration import LEAST_ATTEMPT_S
 from ps_runtime.system.clock import now_s
-from ps_runtime.system.future_waits import wait_until_ended
+from ps_runtime.system.future_waits import is_done, tell_when_done, wait_until_ended
 from ps_worker.checkpoint.save_points import SavePoints
 from ps_worker.client.connection import GRACE_S, ClientConnection
 from ps_worker.client.handed_batches import CountedBatches, HandedBatches, batch_size_of
@@ -331,8 +332,8 @@ class DataShards:
         call, self._call = self._call, None
         assert call is not None  # noqa: S101 - there is one
         if not self._drawn:  # it waits for the shards of others, who may wait for a checkpoint
-            call.add_done_callback(self._save_points.wake)
-            self._save_points.accompany(call.done, self._deadline_s + GRACE_S)
+            tell_when_done(call, self._save_points.wake)
+            self._save_points.accompany(partial(is_done, call), self._deadline_s + GRACE_S)
         answer = self._connection.result(call, self._deadline_s + GRACE_S)
         self._reporting = ()
         self._is_over = answer.pass_number > self._pass_number

@@ -20,7 +20,7 @@ from ps_core import limits
 from ps_core.cluster_view import ClusterView
 from ps_core.collective_calls import host_of
 from pushpull.v1 import parameters_pb2
-from tests.integration.ctrl_c import ctrl_c_after
+from tests.integration.ctrl_c import ctrl_c_after, ctrl_c_in
 from tests.integration.lane_cluster import LaneCluster, Served, lane_cluster, until
 from tests.integration.replicated_cluster import (
     DEADLINE_S,
@@ -245,6 +245,14 @@ def test_ctrl_c_in_the_result_of_a_call_leaves_it_to_the_same_call(
             call(first)
     assert str(call(first)) == str(found[0].result())
     assert at_each(clients, lambda client: client.all_reduce(1)) == [3, 3, 3]
+
+
+def test_ctrl_c_at_a_lock_of_a_call_locks_the_client_s_thread_out_of_nothing(
+    clients: list[ps.Client],
+) -> None:
+    with ctrl_c_in("__exit__", "threading.py"):
+        clients[0].barrier("locked")
+    at_each(clients, lambda client: client.barrier("locked", timeout_s=WAIT_S))
 
 
 def test_ctrl_c_at_the_beginning_of_a_call_leaves_the_thread_its_calls(
