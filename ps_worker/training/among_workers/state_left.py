@@ -8,8 +8,8 @@ ended: what it changes comes after that step, as at the workers whose scripts ha
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Number
 from typing import Any, cast
 
 import torch
@@ -63,11 +63,31 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def _settings_in(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of a group's settings."""
-    return {name: copy.deepcopy(v) for name, v in group.items() if name not in _NO_SETTINGS}
+    """Copies of a group's settings that have plain values; others may be no copy's own."""
+    given = {name: value for name, value in group.items() if name not in _NO_SETTINGS}
+    return {name: _copy_of(value) for name, value in given.items() if _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, Number | str | torch.Tensor)
+
+
+def _copy_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return type(value)(map(_copy_of, value)) if type(value) in (tuple, list) else value
 
 
 def _differing(group: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """A group's settings that are others than `before`."""
-    names = [name for name in before if name in group]
-    return {n: group[n] for n in names if not torch.as_tensor(group[n] == before[n]).all()}
+    return {n: group[n] for n in before if n in group and not _is_same(group[n], before[n])}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and bool((one == other).all())
+    return bool(torch.as_tensor(one == other).all())
