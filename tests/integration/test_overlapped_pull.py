@@ -546,7 +546,7 @@ class Large(nn.Sequential):
 def test_a_read_names_the_server_that_it_waits_for_and_a_later_one_goes_on() -> None:
     with (
         cut_wire(WORKERS, streams=True) as wire,
-        ps.connect(wire.cluster.address, rank=1, lane="grpc", request_deadline_s=1.5) as client,
+        ps.connect(wire.cluster.address, rank=1, lane="grpc", request_deadline_s=4.0) as client,
     ):
 
         def begin(each: ps.Client) -> tuple[Any, ps.DistributedOptimizer]:
