@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -317,6 +317,24 @@ def test_gradients_that_come_after_an_expired_wait_are_a_step_of_their_own(
     assert torch.equal(models[0].weight, models[1].weight)
 
 
+def _expired(
+    two: tuple[ps.Client, ps.Client],
+    models: list[nn.Linear],
+    thread: ThreadPoolExecutor,
+    **options: Any,
+) -> tuple[ps.DistributedOptimizer, ps.DistributedOptimizer, Future[Any]]:
+    """Two optimizers, of which the first has not seen the end of its step, and the second's step in
+    the thread.
+    """
+    other = thread.submit(optimizer_for, two[1], models[1], **options)
+    first, second = optimizer_for(two[0], models[0], **options), other.result()
+    models[0](torch.ones(1, 4)).sum().backward()
+    with pytest.raises(ps.WaitExpired, match="worker 1"):
+        first.step()
+    models[1](torch.ones(1, 4)).sum().backward()
+    return first, second, thread.submit(second.step)
+
+
 def test_a_pull_that_has_expired_is_made_again_after_a_backward_pass_has_waited_for_the_step(
     two: tuple[ps.Client, ps.Client],
 ) -> None:
@@ -325,14 +343,7 @@ def test_a_pull_that_has_expired_is_made_again_after_a_backward_pass_has_waited_
     for model in models:
         nn.init.zeros_(model.weight)
     with ThreadPoolExecutor(1) as thread:
-        other = thread.submit(optimizer_for, two[1], models[1], name="pulled again")
-        first = optimizer_for(two[0], models[0], name="pulled again")
-        second = other.result()
-        models[0](torch.ones(1, 4)).sum().backward()
-        with pytest.raises(ps.WaitExpired, match="worker 1"):
-            first.step()
-        models[1](torch.ones(1, 4)).sum().backward()
-        stepping = thread.submit(second.step)
+        first, second, stepping = _expired(two, models, thread, name="pulled again")
         ended(lambda: models[0](torch.ones(1, 4)).sum().backward())
         ended(first.zero_grad)
         stepping.result()
@@ -497,13 +508,7 @@ def test_the_state_of_aggregate_has_the_last_step_though_its_wait_has_expired(
         nn.init.zeros_(model.weight)
     options: dict[str, Any] = {"name": "own state", "optimizer": KINDS["aggregate"]()}
     with ThreadPoolExecutor(1) as thread:
-        other = thread.submit(optimizer_for, two[1], models[1], **options)
-        first, second = optimizer_for(two[0], models[0], **options), other.result()
-        models[0](torch.ones(1, 4)).sum().backward()
-        with pytest.raises(ps.WaitExpired, match="worker 1"):
-            first.step()
-        models[1](torch.ones(1, 4)).sum().backward()
-        stepping = thread.submit(second.step)
+        first, _, stepping = _expired(two, models, thread, **options)
         (saved,) = ended(first._own_state.state_dict)["parameters"]
         stepping.result()
     assert torch.equal(saved, models[1].weight)
